@@ -29,8 +29,8 @@ def infer_mode(name: str, metrics: Mapping[str, object] | None = None) -> Mode |
     """Whether smaller ("min") or larger ("max") values of a metric are better; None if that is not known.
 
     The metric object decides by its `higher_is_better`, as torchmetrics' have it; else the words of the name after its
-    last "/", in upper or lower case, which must not contradict each other, or be changed by a word such as "negative" or "gap". Of
-    a torchmetrics MetricCollection, each metric decides for itself.
+    last "/", in upper or lower case, which must not contradict each other, or be changed by a word such as "negative"
+    or "gap". Of a torchmetrics MetricCollection, each metric decides for itself.
 
     >>> infer_mode("val/loss"), infer_mode("val/token_accuracy"), infer_mode("val/top5"), infer_mode("accuracy_loss")
     ('min', 'max', None, None)

@@ -12,7 +12,6 @@ import torch
 from ignite.metrics import MeanSquaredError
 from structlog.testing import capture_logs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
@@ -27,7 +26,6 @@ from pulsetrain.engine import (
 )
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Callback, Checkpointer
-from pulsetrain.training.running_stats import Losses
 from tests.support.models import Tokens, loader, pairs, regression_model, trainer
 
 
@@ -180,50 +178,6 @@ def test_trainer_and_evaluator_share_one_order_of_events():
     ]
 
 
-class HostReads(TorchDispatchMode):
-    """Counts how often a value is brought to the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_loop_brings_nothing_to_the_host_between_log_points():
-    batches = list(loader())  # a DataLoader reads its own seed
-    config = {"max_iterations": 40, "log_every_n_steps": 20, "clip_grad_norm": 1.0, "accumulate": 2}
-    run = trainer(config, train_loader=batches)
-    reads = HostReads()
-    at: list[tuple[int, int]] = []
-    run.add_event_handler(Events.METRICS_LOGGED, lambda engine: at.append((engine.state.iteration, reads.count)))
-    counts: list[int] = []
-    run.add_event_handler(Events.ITERATION_STARTED, lambda engine: counts.append(reads.count))
-    with reads:
-        run.train()
-    assert [iteration for iteration, _ in at] == [20, 40]
-    assert counts[0] == 0
-    assert len(set(counts[2:20])) == 1  # targets and losses were looked at before the first update alone
-    assert len(set(counts[20:])) == 1
-    assert counts[-1] > counts[2] > 0  # the log point in between did read: the counter counts
-
-
-def test_log_points_carry_the_mean_since_the_last_one():
-    run = trainer({"max_iterations": 10, "learning_rate": 0.02})
-    losses: list[float] = []
-    logged: list[dict[str, float]] = []
-    run.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output.loss.item()))
-
-    @run.on(Events.METRICS_LOGGED)
-    def keep(engine: Trainer, event: Any) -> None:
-        logged.append(event.payload.metrics)
-
-    run.train()
-    assert [entry["train/loss"] for entry in logged] == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5])
-    assert logged[0]["learning_rate"] == 0.02
-    assert logged[0]["samples_per_second"] > 0
-
-
 def test_gradients_are_announced_before_they_are_clipped():
     run = trainer({"max_iterations": 1, "clip_grad_norm": 0.01})
     seen = {}
@@ -338,57 +292,6 @@ def test_the_optimizer_may_be_an_instance_or_a_factory():
 def test_a_backends_own_device_wins_over_the_configuration():
     run = trainer({"device": "auto"}, backend=TorchBackend("cpu"))
     assert run.backend.device.type == "cpu"
-
-
-def test_memory_of_unread_losses_is_bounded():
-    losses = Losses()
-    for value in range(2500):
-        losses.add(torch.tensor(float(value)), 4)
-    assert losses.count("log") == losses.count("epoch") == 2500
-    assert losses.state_dict()["losses"].numel() < 300
-    assert losses.peek("log").item() == losses.consume("log").item() == pytest.approx(1249.5)
-    assert losses.count("log") == 0
-    assert losses.consume("epoch").item() == pytest.approx(1249.5)
-
-
-def test_each_reader_gets_the_losses_since_its_own_last_read_in_order():
-    whole, read, saved = Losses(), Losses(), Losses()
-    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).unbind()
-    log_means = []
-    for index, value in enumerate(values, 1):
-        for losses in (whole, read, saved):
-            losses.add(value, index % 7 + 1)
-        if index % 90 == 0:
-            log_means.append(read.consume("log").item())
-            read.peek("epoch")
-        if index % 170 == 0:
-            state, saved = saved.state_dict(), Losses()
-            saved.load_state_dict(state, "cpu")
-    sizes = [index % 7 + 1 for index in range(1, 1001)]
-    expected = [
-        sum(v.item() * s for v, s in zip(values[i : i + 90], sizes[i : i + 90], strict=True)) / sum(sizes[i : i + 90])
-        for i in range(0, 990, 90)
-    ]
-    assert log_means == pytest.approx(expected, rel=1e-6)
-    assert whole.peek("epoch").item() == read.peek("epoch").item() == saved.peek("epoch").item()  # bit for bit
-    assert whole.count("epoch") == saved.count("log") == 1000
-    assert read.count("log") == 10
-
-
-def test_a_batch_of_weight_zero_leaves_the_mean_alone():
-    losses = Losses()
-    for value, size in ((1.0, torch.tensor(3)), (math.nan, torch.tensor(0)), (2.0, torch.tensor(1))):
-        losses.add(torch.tensor(value), size)
-    assert losses.consume("log").item() == pytest.approx(1.25)
-
-
-def test_saved_losses_continue_on_the_device_of_the_next_ones():
-    losses = Losses()
-    losses.add(torch.tensor(1.0), torch.tensor(2))
-    resumed = Losses()
-    resumed.load_state_dict(losses.state_dict(), "meta")
-    resumed.add(torch.ones((), device="meta"), torch.ones((), device="meta"))
-    assert resumed.consume("log").device.type == "meta"
 
 
 def test_a_single_tensor_dataset_works_with_pretrain():
