@@ -266,6 +266,13 @@ class TestOnceMore:
 class TestWithoutAWatch:
     """Ctrl-C in a script that only calls `train()`."""
 
+    @pytest.fixture(autouse=True)
+    def in_the_foreground(self) -> Iterator[None]:
+        """A shell starts what it runs in the background with SIGINT ignored, and Python leaves that as it is."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     def run(self, folder: Path, at: Events, count: int) -> Trainer:
         run = trainer({"max_epochs": 3}, handlers=[Checkpointer(folder, every=Every(epochs=10))])
         run.add_event_handler(at(once=count), lambda: send("SIGINT"))
