@@ -21,6 +21,7 @@ from pulsetrain.engine import EventEnum, Events, SupervisedStrategy
 from pulsetrain.handlers import Callback
 from tests.support.cases import Make
 from tests.support.models import loader, regression_model
+from tests.support.runs_backends import needs_jax
 from tests.support.runs_hidden_state import CasesOfHiddenState, check_that_what_has_changed_is_resumed_or_named
 
 CASES = CasesOfHiddenState()
@@ -83,6 +84,48 @@ def a_value_that_processes_share_is_set() -> dict[str, Any]:
 def an_array_of_objects_is_written() -> dict[str, Any]:
     model = Wrapping(np.array([0, None], dtype=object), lambda held: held[0])
     return {"model": model, "act": lambda: model.held.__setitem__(0, 2)}
+
+
+@case("model.held", marks=[needs_jax])
+def an_array_of_jax_is_replaced() -> dict[str, Any]:
+    import jax
+
+    model = Wrapping(jax.numpy.ones(3), lambda held: float(held[0]))
+    return {"model": model, "act": lambda: setattr(model, "held", 2 * model.held)}
+
+
+@case("model.held", marks=[needs_jax], slow=True)
+def a_model_splits_a_key_of_jax() -> dict[str, Any]:
+    import jax
+
+    def draw(held: list[Any]) -> float:
+        held[0], key = jax.random.split(held[0])
+        return float(jax.random.uniform(key))
+
+    return {"model": Wrapping([jax.random.key(0)], draw)}
+
+
+@case("model.level")
+def a_number_becomes_another_with_the_same_hash() -> dict[str, Any]:
+    model = Wrapping(None, lambda held: model.level)
+    model.level = -1
+    return {"model": model, "act": lambda: setattr(model, "level", -2)}
+
+
+class PrivateSlot:
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def __call__(self) -> int:
+        self.__count += 1
+        return self.__count % 3
+
+
+@case("model.held", slow=True)
+def a_private_slot_is_written() -> dict[str, Any]:
+    return {"model": Wrapping(PrivateSlot(), lambda held: held())}
 
 
 class WithClassAttribute(nn.Module):

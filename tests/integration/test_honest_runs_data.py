@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from tests.support.cases import Cases, Make
 from tests.support.models import pairs
+from tests.support.runs_backends import needs_jax
 from tests.support.runs_honest import BATCH, ROWS, check_that_no_state_is_reported_as_unsaved
 
 CASES = Cases()
@@ -215,6 +216,34 @@ def a_stream_of_hugging_face() -> dict[str, Any]:
 def a_loader_with_a_state() -> dict[str, Any]:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     return {"train_loader": torchdata.StatefulDataLoader(Augmented(), BATCH, shuffle=True)}
+
+
+class OfJax(Dataset[Any]):
+    """Holds arrays of jax, one of them in its class, and a view that cannot be written to."""
+
+    scale = None
+
+    def __init__(self) -> None:
+        import jax
+
+        self.inputs, self.key, self.scale = (
+            jax.numpy.asarray(pairs(ROWS).tensors[0]),
+            jax.random.key(0),
+            jax.numpy.ones(4),
+        )
+        self.targets = pairs(ROWS).tensors[1].numpy().copy()
+        self.targets.flags.writeable = False
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.from_numpy(np.array(self.inputs[row] * self.scale)), torch.tensor(self.targets[row])
+
+
+@case(needs_jax)
+def arrays_of_jax() -> dict[str, Any]:
+    return data(OfJax(), shuffle=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- tests
