@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, cached_property, partial
 from itertools import islice
@@ -18,6 +18,7 @@ import torch
 from ignite.engine import Engine as IgniteEngine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pulsetrain.state.digests import (
     bits_of,
@@ -32,7 +33,7 @@ from pulsetrain.state.handler_registry import attributes_of
 from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, held_by, is_users, package_of
 from pulsetrain.state.part import keeps_state
 
-__all__ = ["Fingerprint", "own_attributes"]
+__all__ = ["Fingerprint", "attributes_of_module", "own_attributes"]
 
 DEPTH = 2  # how many containers and objects inside of each other are looked into
 ELEMENTS = 10_000  # how many of an attribute
@@ -45,6 +46,7 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 _BYTES = (bytearray, memoryview, array)
 _OPAQUE = (type, ModuleType, IgniteEngine, DataLoader)
 _CONSTANT = (Enum, torch.dtype, torch.device, torch.Size, np.dtype, range, slice, re.Pattern, PurePath)
+_NOTES = ("deprecation_warnings", "warnings_issued")  # what transformers has warned about
 _READ, _READ_OF_EACH = 1000, 256  # how many tensors inside of containers are read, and how many elements of each
 
 
@@ -77,6 +79,7 @@ class Fingerprint:
         self.reads_generators = reads_generators
         self._known = set(map(id, known))
         self._path, self._left, self._unread = "", 0, 0
+        self._modules: set[nn.Module] = set()  # that were seen on this path
 
     def add(self, path: str, value: object) -> None:
         """Look at a value, and let `changed_since` call it by this path."""
@@ -93,17 +96,17 @@ class Fingerprint:
         self._add(path, lambda: self._container(container, DEPTH))
 
     def _add(self, path: str, summary: Callable[[], Hashable]) -> None:
-        self._path, self._left, self._unread = path, ELEMENTS, _READ
+        self._path, self._left, self._unread, self._modules = path, ELEMENTS, _READ, set()
         try:
             self.hashes[path] = hash(repr(summary()))  # hash(-1) == hash(-2)
         except Exception:  # raised by code of the user's: a mapping that cannot be iterated
             self.hashes[path] = 0
             self.unseen.add(path)
 
-    def add_attributes(self, path: str, holder: object) -> None:
-        """Look at each attribute of an object."""
+    def add_attributes(self, path: str, holder: object, without: Container[str] = ()) -> None:
+        """Look at each attribute of an object, without those of these names."""
         for name, value in own_attributes(holder):
-            if id(value) not in self._known:
+            if id(value) not in self._known and name not in without:
                 self.add(f"{path}.{name}", value)
         kinds = type(holder).__mro__ if is_users(holder) else ()
         self.unseen |= {f"{path}.{each}" for kind in kinds for each in vars(kind) if _is_cached(holder, each)}
@@ -163,16 +166,34 @@ class Fingerprint:
         if is_of_jax(value):
             return kind, digest_of_jax(value)
         if isinstance(value, nn.Module):
-            held = [(name, digest(each)) for name, each in (*value.named_parameters(), *value.named_buffers())]
-            return kind, tuple(held), tuple([each.training for each in value.modules()])
+            return kind, self._module(value, depth)
+        if isinstance(value, _BaseDataLoaderIter):
+            return kind, vars(value)["_num_yielded"]
         if keeps_state(value):
             return kind, self._summary(value.state_dict(), _STATE_DEPTH)
         if not function and package_of(value) == "ignite":
             return kind
-        inside, name = dict(own_attributes(value)), getattr(value, "__qualname__", "") if function else ""
+        inside, name = dict(own_attributes(value)), _name_of(value) if function else ""
+        if hasattr(type(value), "__next__") and package_of(value) in LIBRARIES and hasattr(value, "__dict__"):
+            self.unseen.add(self._path)  # its position is private
         if inside:
             return kind, name, self._container(inside, depth)
         return (kind, name) if function or hasattr(value, "__dict__") else (kind, self._reduced(value, depth))
+
+    def _module(self, value: nn.Module, depth: int) -> Hashable:
+        """Of a module that no other part saves: its weights, and what each of its modules holds besides."""
+        if value in self._modules:
+            return None
+        held = [(name, digest(each)) for name, each in (*value.named_parameters(), *value.named_buffers())]
+        found = []
+        for path, each in value.named_modules(memo=self._modules):
+            self._left -= 1
+            if self._left < 0:
+                self._not_seen()
+                break
+            if id(each) not in self._known:
+                found.append((path, each.training, self._container(dict(attributes_of_module(each)), max(depth, 1))))
+        return tuple(held), tuple(found)
 
     def _reduced(self, value: object, depth: int) -> Hashable:
         """Of an object without attributes, such as `itertools.count()`: what a pickle of it would hold."""
@@ -226,30 +247,43 @@ def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
     """What a function holds, or another object's attributes, by name.
 
     Attributes of the user's own classes are included. Left out are attributes of torch's base classes, cached
-    properties, and what libraries keep private: of the private attributes of an object from a library, only those are
-    included that hold an object of the user's.
+    properties, transformers' notes on its warnings, and what libraries keep private: of the private attributes of an
+    object from a library, only those are included that hold an object of the user's, or a function with arguments.
     """
     if isinstance(holder, _FUNCTIONS):
-        if is_users(holder):
-            yield from (*held_by(holder), *_variables(holder))
+        if isinstance(holder, partial) or is_users(holder):
+            yield from (*held_by(holder), *_variables(holder), *getattr(holder, "__dict__", {}).items())
         elif isinstance(holder, MethodType):
             yield "", holder.__self__
         return
     of_library, iterated = package_of(holder) in LIBRARIES, hasattr(type(holder), "__iter__")
-    numbered = iterated and hasattr(type(holder), "set_epoch")
     streams = isinstance(holder, IterableDataset) and keeps_state(holder)
     for name, value in {**_of_class(type(holder)), **attributes_of(holder)}.items():
         if name in _torchs() or _is_cached(holder, name):
             continue
-        if of_library and name.startswith("_") and not is_users(value):
+        if of_library and name.startswith("_") and not (isinstance(value, partial) or is_users(value)):
             continue
         if name == "generator" and iterated:  # of a sampler: each pass seeds it
             continue
-        if numbered and name in ("epoch", "_epoch"):  # which set_epoch() sets before each pass
+        if name in _NOTES and any(each.__module__.startswith("transformers.") for each in type(holder).__mro__):
             continue
         if streams and name.startswith("_"):  # its position in the pass, which is read again
             continue
         yield name, value
+
+
+def attributes_of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Its own attributes, without those that torch's weight norms and pruning derive from its parameters."""
+    parameters = vars(module)["_parameters"]
+    for name, value in own_attributes(module):
+        if f"{name}_orig" not in parameters and f"{name}_g" not in parameters:
+            yield name, value
+
+
+def _name_of(function: object) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__qualname__", "")
 
 
 def _of_class(kind: type) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
@@ -19,7 +19,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
-from pulsetrain.state.fingerprint import Fingerprint, own_attributes
+from pulsetrain.state.fingerprint import Fingerprint, attributes_of_module
 from pulsetrain.state.handler_registry import HandlerRegistry, state_of
 from pulsetrain.state.loader_parts import parts_of_loader
 from pulsetrain.state.module_state import DROPOUTS, modules_in
@@ -171,7 +171,7 @@ class UnsavedState:
             if isinstance(each, (list, tuple, dict)):
                 found.add_items(path, each)
             elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(run.train_loader)):
-                found.add_attributes(path, each)
+                found.add_attributes(path, each, _numbers_of(path, each))
         found.reads_generators = True
         for handler in registry.subscribers():
             if is_users(handler) and not keeps_state(handler):
@@ -199,6 +199,12 @@ class UnsavedState:
         if self._metrics is None:
             self._metrics = found
         self._changed.update(found.changed_since(self._metrics))
+
+
+def _numbers_of(path: str, part: object) -> tuple[str, ...]:
+    """The attributes of a sampler that `set_epoch` sets before each pass."""
+    samples = path.startswith(("sampler", "batch_sampler")) and not isinstance(part, Dataset)
+    return ("epoch", "_epoch") if samples and hasattr(type(part), "set_epoch") else ()
 
 
 def _modules(model: nn.Module, strategy: object) -> Iterator[tuple[str, nn.Module]]:
@@ -236,10 +242,8 @@ def _add_module(found: Fingerprint, path: str, module: nn.Module) -> None:
             found.add_items(f"{path}.{name}: attributes", vars(tensor))
     if kind.get_extra_state is not nn.Module.get_extra_state or kind.state_dict is not nn.Module.state_dict:
         return
-    for name, value in own_attributes(module):
-        saved = name == "p" and isinstance(module, DROPOUTS)
-        derived = f"{name}_orig" in held["_parameters"] or f"{name}_g" in held["_parameters"]  # by torch's weight norms
-        if not (saved or derived):
+    for name, value in attributes_of_module(module):
+        if name != "p" or not isinstance(module, DROPOUTS):  # which is saved
             found.add(f"{path}.{name}", value)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from pulsetrain import Trainer
@@ -148,6 +149,56 @@ def a_stream_counts_its_passes() -> dict[str, Any]:
 def a_stream_keeps_its_state_and_its_loader_does_not() -> dict[str, Any]:
     stream = SavedStream()
     return {"train_loader": DataLoader(stream, BATCH), "act": lambda: setattr(stream, "level", 2)}
+
+
+class NumberedStream(IterableDataset[Any]):
+    """The name of the method is that of samplers, which a run calls; it does not call this one."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(pairs(ROWS, seed=self.epoch))
+
+
+@case("dataset.epoch")
+def a_handler_sets_the_epoch_of_a_stream() -> dict[str, Any]:
+    stream = NumberedStream()
+    return {"train_loader": DataLoader(stream, BATCH), "act": lambda: stream.set_epoch(2)}
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.level
+
+
+class Transformed(Rows):
+    def __init__(self, transform: nn.Module) -> None:
+        super().__init__()
+        self.transforms = [nn.Sequential(transform)]
+
+    def __getitem__(self, row: int) -> Any:
+        inputs, targets = self.pairs[row]
+        return self.transforms[0](inputs), targets
+
+
+@case("dataset.transforms")
+def a_handler_sets_an_attribute_of_a_module_in_a_dataset() -> dict[str, Any]:
+    gain = Gain()
+    return of_rows(Transformed(gain)) | {"act": lambda: setattr(gain, "level", 3.0)}
+
+
+@case("dataset.transforms", slow=True)
+def a_handler_sets_the_rate_of_a_dropout_in_a_dataset() -> dict[str, Any]:
+    dropout = nn.Dropout(0.1)
+    return of_rows(Transformed(dropout)) | {"act": lambda: setattr(dropout, "p", 0.8)}
 
 
 @case("collate_fn.seen")

@@ -296,6 +296,24 @@ def a_handler_is_added_during_the_run() -> dict[str, Any]:
     return with_handler(attach)
 
 
+class Scaling:
+    """A handler without a state that changes an attribute of a module, in which the loss is computed."""
+
+    def __init__(self) -> None:
+        self.module = nn.Identity()
+        self.module.gain = 1.0
+
+    def __call__(self) -> None:
+        self.module.gain *= 0.9
+
+
+@case("handler Scaling.module")
+def a_handler_changes_an_attribute_of_a_module_that_it_holds() -> dict[str, Any]:
+    scaling = Scaling()
+    strategy = SupervisedStrategy(lambda outputs, targets: scaling.module.gain * (outputs - targets).square().mean())
+    return with_handler(lambda run: run.add_event_handler(Events.ITERATION_STARTED, scaling), strategy=strategy)
+
+
 class Ticks(EventEnum):
     TICK = "tick"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,55 @@ def a_stream_of_hugging_face() -> dict[str, Any]:
 def a_loader_with_a_state() -> dict[str, Any]:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     return {"train_loader": torchdata.StatefulDataLoader(Augmented(), BATCH, shuffle=True)}
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+
+
+class Padding:
+    """Pads with a collator of transformers, whose tokenizer writes down that it has warned."""
+
+    def __init__(self) -> None:
+        from transformers import DataCollatorWithPadding
+
+        self.collator = DataCollatorWithPadding(tokenizer())
+
+    def __call__(self, rows: Any) -> Any:
+        padded = self.collator([{"input_ids": [0, 1]}, {"input_ids": [0]}])
+        inputs, targets = torch.utils.data.default_collate(rows)
+        return inputs + padded["input_ids"].sum(), targets
+
+
+@case()
+def a_collator_of_transformers_with_a_fast_tokenizer() -> dict[str, Any]:
+    pytest.importorskip("transformers")
+    return data(collate_fn=Padding(), shuffle=True)
+
+
+class Jittering(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength, self.dropout = 0.1, torch.nn.Dropout(0.2)
+
+    def forward(self, row: Tensor) -> Tensor:
+        return self.dropout(row) + self.strength * torch.rand(4)
+
+
+@case()
+def modules_in_a_dataset() -> dict[str, Any]:
+    augmented = Augmented()
+    norm = torch.nn.LayerNorm(4, elementwise_affine=False)
+    augmented.transforms = [
+        torch.nn.Sequential(torch.nn.Dropout(0.1), norm),
+        partial(torch.clamp, max=2.0),
+        Jittering(),
+    ]
+    return data(augmented, shuffle=True)
 
 
 class OfJax(Dataset[Any]):

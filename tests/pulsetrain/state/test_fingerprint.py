@@ -81,7 +81,6 @@ def test_different_values_have_different_fingerprints():
 
 def test_equal_sets_have_the_same_fingerprint_in_whatever_order_they_were_filled():
     rows = [1 << shift for shift in range(40)]
-    assert changed(set(rows), set(rows[::-1])) == []
     assert changed({(each, "a") for each in rows}, {(each, "a") for each in rows[::-1]}) == []
 
 
