@@ -105,9 +105,12 @@ class Fingerprint:
 
     def add_attributes(self, path: str, holder: object, without: Container[str] = ()) -> None:
         """Look at each attribute of an object, without those of these names."""
-        for name, value in own_attributes(holder):
-            if id(value) not in self._known and name not in without:
-                self.add(f"{path}.{name}", value)
+        try:
+            for name, value in own_attributes(holder):
+                if id(value) not in self._known and name not in without:
+                    self.add(f"{path}.{name}", value)
+        except Exception:  # raised by code of the user's
+            self.unseen.add(path)
         kinds = type(holder).__mro__ if is_users(holder) else ()
         self.unseen |= {f"{path}.{each}" for kind in kinds for each in vars(kind) if _is_cached(holder, each)}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache, partial
+from inspect import get_annotations
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -49,16 +50,18 @@ class UnsavedState:
     Args:
         registry: the handlers and other subscribers.
         data: refuses a loader's state that cannot be saved, when its first pass begins.
+        users: the names of attributes that a subclass of the run's class has set before the run was made.
     """
 
-    def __init__(self, registry: HandlerRegistry, data: DataCursor) -> None:
-        self._registry, self._data = registry, data
+    def __init__(self, registry: HandlerRegistry, data: DataCursor, users: Collection[str] = ()) -> None:
+        self._registry, self._data, self._users = registry, data, frozenset(users)
         self._saves = False
         self.reset()
 
     def attach(self, engine: Engine) -> None:
         assert is_training_run(engine)
         self._run: TrainingRun = engine
+        self._own: set[str] = _names_of(engine) - self._users  # handlers, which are attached later, may set others
         engine.add_event_handler(Events.STARTED, self._check, phase=Phase.COMPUTE)
         # handlers of STARTED may still prepare the model
         engine.bus.subscribe(Events.STARTED, self._begin, sender=engine, phase=Phase.PERSIST, order=LAST)
@@ -76,9 +79,11 @@ class UnsavedState:
         """What has changed since the run began, and which attributes are too deep or too large to be seen whole."""
         unseen: set[str] = set()
         if self._start is not None:
-            now = self._fingerprint()
-            self._changed.update(now.changed_since(self._start), self._data.changed_in_workers())
-            unseen = now.unseen
+            self._changed.update(self._data.changed_in_workers())
+            now = self._look()
+            if now is not None:
+                self._changed.update(now.changed_since(self._start))
+                unseen = now.unseen
         return {"changed": sorted(self._changed), "not_seen": sorted(unseen)}
 
     def check_state_dict(self, state: StateDict) -> None:
@@ -98,7 +103,18 @@ class UnsavedState:
 
     def _begin(self) -> None:
         if self._saves and self._start is None:
-            self._start = self._fingerprint()
+            self._start = self._look()
+
+    def _look(self) -> Fingerprint | None:
+        """The fingerprint; None, with a warning, if code of the user's raises where that is not expected."""
+        try:
+            return self._fingerprint()
+        except Exception as error:
+            get_logger("pulsetrain").warning(
+                "state that is in no checkpoint cannot be compared: what changes during the run is not reported",
+                error=f"{type(error).__name__}: {error}",
+            )
+            return None
 
     def _report(self) -> None:
         """Warn about what has changed since the run began and is not in the checkpoint that was just written."""
@@ -164,6 +180,9 @@ class UnsavedState:
         saved = {*_state_of_engines(), *(engine.counter_of(event) for event in engine.registered_events)}
         state = {name: value for name, value in vars(engine.state).items() if name not in saved}
         found.add_attributes("state", SimpleNamespace(**state))
+        for name, value in vars(run).items():
+            if name not in self._own:
+                found.add(f"trainer.{name}", value)
         found.reads_generators = False  # of the data, they are reported at the start
         if not isinstance(run.train_loader, (DataLoader, list, tuple)):
             data["loader"] = run.train_loader
@@ -199,6 +218,12 @@ class UnsavedState:
         if self._metrics is None:
             self._metrics = found
         self._changed.update(found.changed_since(self._metrics))
+
+
+def _names_of(engine: Engine) -> set[str]:
+    """The attributes that it has, and those that its classes here declare or have as defaults."""
+    own = [kind for kind in type(engine).__mro__ if kind.__module__.partition(".")[0] in _OWN]
+    return {*vars(engine), *(name for kind in own for name in (*vars(kind), *get_annotations(kind)))}
 
 
 def _numbers_of(path: str, part: object) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import torch
 from ignite.metrics import Average
 from torch import Tensor, nn
 
+from pulsetrain import Trainer
 from pulsetrain.engine import EventEnum, Events, SupervisedStrategy
 from pulsetrain.handlers import Callback
 from tests.support.cases import Make
@@ -329,6 +330,55 @@ def a_custom_event_is_counted() -> dict[str, Any]:
             engine.optimizer.param_groups[0]["lr"] *= 0.9
 
     return with_handler(attach)
+
+
+def cooling(prepare: Callable[[Any], None], kind: type[Trainer] = Trainer) -> dict[str, Any]:
+    """A run whose loss depends on an attribute of the trainer, which a handler changes."""
+    made: list[Any] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean() * made[0].temperature
+
+    def attach(engine: Any) -> None:
+        made.append(engine)
+        prepare(engine)
+
+        @engine.on(Events.EPOCH_COMPLETED)
+        def cool() -> None:
+            engine.temperature *= 0.5
+
+    return with_handler(attach, strategy=SupervisedStrategy(loss), kind=kind)
+
+
+@case("trainer.temperature")
+def an_attribute_of_the_trainer_is_set() -> dict[str, Any]:
+    return cooling(lambda engine: setattr(engine, "temperature", 1.0))
+
+
+class Before(Trainer):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.temperature = 1.0
+        super().__init__(*arguments, **options)
+
+
+class After(Trainer):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.temperature = 1.0
+
+
+class OfClass(Trainer):
+    temperature = 1.0
+
+
+def of_subclass(kind: type[Trainer]) -> Make:
+    return lambda: cooling(lambda engine: None, kind)
+
+
+CASES += [
+    pytest.param(of_subclass(kind), ("trainer.temperature",), id=f"of a subclass: {kind.__name__}")
+    for kind in (Before, After, OfClass)
+]
 
 
 @case("state.level", slow=True)

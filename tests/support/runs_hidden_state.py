@@ -50,7 +50,8 @@ def run(folder: Path, make: Make) -> Trainer:
     arguments.setdefault("strategy", SupervisedStrategy("mse"))
     config = TrainingConfig(max_epochs=EPOCHS, learning_rate=0.05, seed=1)
     saver = Checkpointer(folder, Every(iterations=SAVED), at_end=False)
-    made = Trainer(model, data, config=config, handlers=[saver], **arguments)
+    kind = arguments.pop("kind", Trainer)
+    made = kind(model, data, config=config, handlers=[saver], **arguments)
     for event, action in actions.items():
         if action is not None:
             made.add_event_handler(event, action)

@@ -10,11 +10,22 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from pulsetrain.engine import Events, SupervisedStrategy
+from pulsetrain.state.unsaved import UnsavedState
 from tests.support.models import pairs
-from tests.support.runs import saving_run
+from tests.support.runs import saving_run, warnings_of
 from tests.support.runs_backends import needs_jax
 
 ROWS = 16
+
+
+class RefusingHandler:
+    """Has no attributes that can be listed, and is called all the same."""
+
+    def __call__(self) -> None: ...
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError
 
 
 class Refusing:
@@ -110,4 +121,21 @@ def test_a_run_starts_and_saves_whatever_its_parts_hold(make: Callable[[], Any],
     run = saving_run(tmp_path, train_loader=DataLoader(Holding(held), 4), strategy=HoldingStrategy(held))
     run.add_event_handler(Events.ITERATION_COMPLETED, Handler(held))
     run.train()
+    assert list(tmp_path.glob("checkpoints/*-checkpoint"))
+
+
+def test_a_run_starts_and_saves_if_a_handlers_attributes_cannot_be_listed(tmp_path: Path):
+    run = saving_run(tmp_path)
+    run.add_event_handler(Events.ITERATION_COMPLETED, RefusingHandler())
+    run.train()
+    assert list(tmp_path.glob("checkpoints/*-checkpoint"))
+
+
+def test_a_fingerprint_that_fails_is_reported_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise ValueError("unexpected")
+
+    monkeypatch.setattr(UnsavedState, "_fingerprint", fail)
+    found = [each["error"] for each in warnings_of(saving_run(tmp_path)) if "cannot be compared" in each["event"]]
+    assert found == ["ValueError: unexpected"]
     assert list(tmp_path.glob("checkpoints/*-checkpoint"))
