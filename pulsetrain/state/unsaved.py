@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
 from inspect import get_annotations
 from types import FunctionType, SimpleNamespace
@@ -26,6 +26,7 @@ from pulsetrain.state.loader_parts import parts_of_loader
 from pulsetrain.state.module_state import DROPOUTS, modules_in
 from pulsetrain.state.object_graph import generators_in, is_users, of_process, package_of
 from pulsetrain.state.part import StateDict, keeps_state, require
+from pulsetrain.state.validation_sets import states_of_sets
 
 __all__ = ["UnsavedState"]
 
@@ -140,7 +141,10 @@ class UnsavedState:
         if not saves:
             return
         run = self._run
-        _check_data(run.train_loader)
+        known = [each for _, each in parts_of_loader(run.train_loader)]
+        _check_data("the training data", run.train_loader)
+        for name, loader in run.val_loaders.items():
+            _check_data(f"the validation set {name!r}", loader, known)
         for handler in subscribers:
             if package_of(handler) != "pulsetrain":
                 _check_half(handler, "a handler")
@@ -149,6 +153,7 @@ class UnsavedState:
         for name, part in (("model", run.model), ("optimizer", run.optimizer), ("strategy", run.strategy)):
             if keeps_state(part):
                 plain({name: state_of(name, part)})
+        plain({"validation": {"sets": states_of_sets(run.val_loaders, run.train_loader)}})
         for key, handler in self._registry.stateful().items():
             if package_of(handler) != "pulsetrain":
                 plain({"handlers": {key: {"state": state_of(key, handler)}}})
@@ -157,8 +162,9 @@ class UnsavedState:
         """Of everything that the next iteration may depend on and that no other part saves."""
         run, registry = self._run, self._registry
         modules = dict(_modules(run.model, run.strategy))
-        data = dict(parts_of_loader(run.train_loader))
-        known: list[object] = [run, run.strategy, run.optimizer, run.backend, run.train_loader, *data.values()]
+        loaders = _loaders_of(run)
+        known: list[object] = [run, run.strategy, run.optimizer, run.backend]
+        known += [each for _, loader, parts in loaders for each in (loader, *parts.values())]
         known += [*registry.subscribers(), *modules.values(), *parts_of(run.optimizer).values()]
         tensors = [each for module in modules.values() for each in _tensors(module)]
         found = Fingerprint([*known, *tensors, *of_process()])
@@ -184,13 +190,8 @@ class UnsavedState:
             if name not in self._own:
                 found.add(f"trainer.{name}", value)
         found.reads_generators = False  # of the data, they are reported at the start
-        if not isinstance(run.train_loader, (DataLoader, list, tuple)):
-            data["loader"] = run.train_loader
-        for path, each in data.items():
-            if isinstance(each, (list, tuple, dict)):
-                found.add_items(path, each)
-            elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(run.train_loader)):
-                found.add_attributes(path, each, _numbers_of(path, each))
+        for prefix, loader, parts in loaders:
+            _add_loader(found, prefix, loader, parts)
         found.reads_generators = True
         for handler in registry.subscribers():
             if is_users(handler) and not keeps_state(handler):
@@ -218,6 +219,32 @@ class UnsavedState:
         if self._metrics is None:
             self._metrics = found
         self._changed.update(found.changed_since(self._metrics))
+
+
+def _loaders_of(run: TrainingRun) -> list[tuple[str, object, dict[str, object]]]:
+    """The loaders of the training and validation data with a prefix of their paths, and the parts, each once."""
+    found: list[tuple[str, object, dict[str, object]]] = []
+    seen = set[int]()
+    for prefix, loader in (
+        ("", run.train_loader),
+        *((f"val_loader {name}.", each) for name, each in run.val_loaders.items()),
+    ):
+        parts = {path: part for path, part in parts_of_loader(loader) if id(part) not in seen}
+        if id(loader) not in seen:
+            found.append((prefix, loader, parts))
+        seen.update(map(id, (loader, *parts.values())))
+    return found
+
+
+def _add_loader(found: Fingerprint, prefix: str, loader: object, parts: dict[str, object]) -> None:
+    """What the parts of a loader hold, unless they save it."""
+    if not isinstance(loader, (DataLoader, list, tuple)):
+        parts = {**parts, "loader": loader}
+    for path, each in parts.items():
+        if isinstance(each, (list, tuple, dict)):
+            found.add_items(prefix + path, each)
+        elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(loader)):
+            found.add_attributes(prefix + path, each, () if prefix else _numbers_of(path, each))
 
 
 def _names_of(engine: Engine) -> set[str]:
@@ -286,27 +313,27 @@ def _state_of_engines() -> frozenset[str]:
     return frozenset({*vars(Engine(lambda engine, batch: None).state), "samples", "tokens", "seed"})
 
 
-def _check_data(loader: object) -> None:
+def _check_data(what: str, loader: object, known: Sequence[object] = ()) -> None:
     if can_be_read_once(loader) and not keeps_state(loader):
         get_logger("pulsetrain").warning(
-            "the training data is an iterator, which can be read once: a run resumed from a checkpoint cannot continue "
+            f"{what} is an iterator, which can be read once: a run resumed from a checkpoint cannot continue "
             "exactly; give a DataLoader, an object whose __iter__ starts again, or one with state_dict() and "
             "load_state_dict()",
             loader=type(loader).__name__,
         )
-    generators = _own_generators(loader)
+    generators = _own_generators(loader, known)
     if generators:
         get_logger("pulsetrain").warning(
-            "the training data holds random generators of its own, whose state is in no checkpoint: a resumed run "
-            "draws other numbers from them; draw from random, numpy.random or torch, which are seeded for each batch",
+            f"{what} holds random generators of its own, whose state is in no checkpoint: a resumed run "
+            "draws other numbers from them; draw from random, numpy.random or torch, whose states a run restores",
             generators=generators,
         )
 
 
-def _own_generators(loader: object) -> list[str]:
+def _own_generators(loader: object, known: Sequence[object] = ()) -> list[str]:
     """Where the loader's parts hold generators that no pass seeds, except in parts that keep their own state."""
     if not isinstance(loader, DataLoader):
-        return [] if keeps_state(loader) else list(generators_in({"loader": loader}))
+        return [] if keeps_state(loader) else list(generators_in({"loader": loader}, known))
     parts = {name: getattr(loader, name) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")}
     samplers = [parts["sampler"], parts["batch_sampler"]]
     samplers += [getattr(each, "sampler", None) for each in samplers]
@@ -315,7 +342,7 @@ def _own_generators(loader: object) -> list[str]:
     skipped: list[object] = [each for each in parts.values() if keeps_state(loader) and keeps_state(each)]
     if getattr(loader.dataset, "draws_nothing", False) is True:
         skipped.append(loader.dataset)
-    return list(generators_in(parts, [*seeded, *skipped]))
+    return list(generators_in(parts, [*seeded, *skipped, *known]))
 
 
 def _check_half(holder: object, what: str) -> None:
