@@ -102,6 +102,8 @@ class Validator:
 
     def check_state_dict(self, state: StateDict) -> None:
         require("validation", state, ("validated_at", "metrics"))
+        for name, each in state.get("sets", {}).items():
+            require(f"validation.sets.{name}", each, ("parts", "generators"))
 
     def load_state_dict(self, state: StateDict) -> None:
         self.validated_at = state["validated_at"]

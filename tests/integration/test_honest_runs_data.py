@@ -267,6 +267,22 @@ def modules_in_a_dataset() -> dict[str, Any]:
     return data(augmented, shuffle=True)
 
 
+@case()
+def validation_sets_that_are_shuffled_with_generators_of_their_own() -> dict[str, Any]:
+    def shuffled(rows: Any, seed: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(rows, 3, shuffle=True, drop_last=True, generator=generator)
+
+    rows = Augmented()
+    sets = {"val": shuffled(Subset(rows, range(8)), 1), "test": shuffled(Augmented(), 2), "list": [pairs(4)[:]]}
+    return data(rows, shuffle=True) | {"val_loader": sets}
+
+
+@case()
+def a_shuffled_validation_set() -> dict[str, Any]:
+    return {"val_loader": DataLoader(pairs(ROWS), 3, shuffle=True, drop_last=True)}
+
+
 class OfJax(Dataset[Any]):
     """Holds arrays of jax, one of them in its class, and a view that cannot be written to."""
 
