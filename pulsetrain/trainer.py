@@ -125,6 +125,7 @@ class Trainer(Engine):
         name: str = "trainer",
         bus: EventBus | None = None,
     ) -> None:
+        of_subclass = list(vars(self))
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
@@ -168,7 +169,8 @@ class Trainer(Engine):
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
-        modules, unsaved = ModulesPart(self.model, self.strategy), UnsavedState(self.registry, self.data)
+        modules = ModulesPart(self.model, self.strategy)
+        unsaved = UnsavedState(self.registry, self.data, of_subclass)
         self.source = self.resumer = Resumer(
             {
                 "made_with": MadeWith(self),

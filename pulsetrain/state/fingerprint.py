@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import random
 import re
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import PurePath
 from types import FunctionType, MethodType, ModuleType
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from ignite.engine import Engine as IgniteEngine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from pulsetrain.engine.arrays import is_array
-from pulsetrain.engine.backends.module_view import version_of
+from pulsetrain.state.digests import (
+    bits_of,
+    counted_writes,
+    digest,
+    digest_of_jax,
+    has_memory,
+    is_of_jax,
+    state_of_generator,
+)
 from pulsetrain.state.handler_registry import attributes_of
 from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, held_by, is_users, package_of
 from pulsetrain.state.part import keeps_state
 
-__all__ = ["Fingerprint", "digest", "own_attributes"]
+__all__ = ["Fingerprint", "attributes_of_module", "own_attributes"]
 
 DEPTH = 2  # how many containers and objects inside of each other are looked into
 ELEMENTS = 10_000  # how many of an attribute
 _STATE_DEPTH = 4  # of a state_dict: that of an optimizer is a dict of dicts of dicts
-_WHOLE, _SAMPLED = 1 << 20, 1 << 16  # elements of a tensor that is read whole, and read of a larger one
 _PLAIN = (bool, int, float, complex, str, bytes)
 _TYPES = frozenset({*_PLAIN, type(None)})
 _FREQUENT = frozenset({dict, list, tuple, set})
@@ -40,6 +46,7 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 _BYTES = (bytearray, memoryview, array)
 _OPAQUE = (type, ModuleType, IgniteEngine, DataLoader)
 _CONSTANT = (Enum, torch.dtype, torch.device, torch.Size, np.dtype, range, slice, re.Pattern, PurePath)
+_NOTES = ("deprecation_warnings", "warnings_issued")  # what transformers has warned about
 _READ, _READ_OF_EACH = 1000, 256  # how many tensors inside of containers are read, and how many elements of each
 
 
@@ -72,25 +79,38 @@ class Fingerprint:
         self.reads_generators = reads_generators
         self._known = set(map(id, known))
         self._path, self._left, self._unread = "", 0, 0
+        self._modules: set[nn.Module] = set()  # that were seen on this path
 
     def add(self, path: str, value: object) -> None:
         """Look at a value, and let `changed_since` call it by this path."""
-        self._path, self._left, self._unread = path, ELEMENTS, _READ
-        if _is_read(value) and id(value) not in self._known:
-            self.hashes[path] = hash(digest(cast(Tensor, value)))
-        else:
-            self.hashes[path] = hash(self._summary(value, DEPTH))
+
+        def summary() -> Hashable:
+            if _is_read(value) and id(value) not in self._known:
+                return digest(cast(Tensor, value))
+            return self._summary(value, DEPTH)
+
+        self._add(path, summary)
 
     def add_items(self, path: str, container: object) -> None:
         """Look at the items of a container, even of one that is not looked into where others hold it."""
-        self._path, self._left, self._unread = path, ELEMENTS, _READ
-        self.hashes[path] = hash(self._container(container, DEPTH))
+        self._add(path, lambda: self._container(container, DEPTH))
 
-    def add_attributes(self, path: str, holder: object) -> None:
-        """Look at each attribute of an object."""
-        for name, value in own_attributes(holder):
-            if id(value) not in self._known:
-                self.add(f"{path}.{name}", value)
+    def _add(self, path: str, summary: Callable[[], Hashable]) -> None:
+        self._path, self._left, self._unread, self._modules = path, ELEMENTS, _READ, set()
+        try:
+            self.hashes[path] = hash(repr(summary()))  # hash(-1) == hash(-2)
+        except Exception:  # raised by code of the user's: a mapping that cannot be iterated
+            self.hashes[path] = 0
+            self.unseen.add(path)
+
+    def add_attributes(self, path: str, holder: object, without: Container[str] = ()) -> None:
+        """Look at each attribute of an object, without those of these names."""
+        try:
+            for name, value in own_attributes(holder):
+                if id(value) not in self._known and name not in without:
+                    self.add(f"{path}.{name}", value)
+        except Exception:  # raised by code of the user's
+            self.unseen.add(path)
         kinds = type(holder).__mro__ if is_users(holder) else ()
         self.unseen |= {f"{path}.{each}" for kind in kinds for each in vars(kind) if _is_cached(holder, each)}
 
@@ -100,61 +120,83 @@ class Fingerprint:
         return sorted(path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path))
 
     def _summary(self, value: object, depth: int) -> Hashable:
-        """Equal for equal values; different types are never equal."""
-        kind = cast(Hashable, type(value))
-        if kind in _TYPES or isinstance(value, _PLAIN):
-            return kind, str(value) if value != value else value
+        """What has the same text for equal values; different types never have."""
+        kind, name = type(value), id(type(value))
+        if kind in _TYPES and kind is not int:
+            return name, value
+        if isinstance(value, int):
+            return name, hex(value)  # python refuses to write long ones as decimals
+        if isinstance(value, _PLAIN):  # of a class of the user's, which may have a text of its own
+            return name, next(plain.__repr__(value) for plain in _PLAIN if isinstance(value, plain))
         self._left -= 1
         if self._left < 0:
-            return self._not_seen(kind)
+            return self._not_seen(name)
         if id(value) in self._known:
-            return kind
+            return name
         if kind in _FREQUENT:
             return self._container(value, depth)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
-            return kind, value.shape, self._container(value.reshape(-1).tolist(), depth)
+            return name, value.shape, self._container(value.reshape(-1).tolist(), depth)
         if isinstance(value, np.generic) or _is_read(value):
             return digest(np.asarray(value))
         if isinstance(value, _BYTES):
-            return kind, bytes(value)
+            return name, hash(bytes(value))
         if isinstance(value, _CONTAINERS):
             return self._container(value, depth)
         if isinstance(value, _OPAQUE):
-            return kind
+            return name
         try:
             return self._object(value, depth)
         except Exception:  # raised by code of the user's: a state_dict() that needs a batch, SystemRandom
-            return self._not_seen(kind)
+            return self._not_seen(name)
 
     def _object(self, value: object, depth: int) -> Hashable:
-        kind = cast(Hashable, type(value))
+        kind = id(type(value))
         function = isinstance(value, _FUNCTIONS)
         if isinstance(value, GENERATORS):
-            return (kind, _state_of_generator(value)) if self.reads_generators else kind
+            return (kind, state_of_generator(value)) if self.reads_generators else kind
         if not function and package_of(value) == "pulsetrain":
             return kind  # saved, if it belongs to the run
         if hasattr(type(value), "close") or isinstance(value, np.memmap):  # which may be opened when it is first needed
             self.unseen.add(self._path)
-            return type(None), None
+            return id(type(None)), None
         if isinstance(value, _CONSTANT):
             return kind, str(value)
         if callable(getattr(value, "get_obj", None)) and package_of(value) == "multiprocessing":  # shared by processes
-            return kind, bytes(value.get_obj())  # type: ignore[attr-defined]
-        if is_array(value):  # of jax
-            return digest(np.asarray(value))
+            return kind, hash(bytes(value.get_obj()))  # type: ignore[attr-defined]
+        if is_of_jax(value):
+            return kind, digest_of_jax(value)
         if isinstance(value, nn.Module):
-            held = [(name, digest(each)) for name, each in (*value.named_parameters(), *value.named_buffers())]
-            return kind, tuple(held), tuple([each.training for each in value.modules()])
+            return kind, self._module(value, depth)
+        if isinstance(value, _BaseDataLoaderIter):
+            return kind, vars(value)["_num_yielded"]
         if keeps_state(value):
             return kind, self._summary(value.state_dict(), _STATE_DEPTH)
         if not function and package_of(value) == "ignite":
             return kind
-        inside, name = dict(own_attributes(value)), getattr(value, "__qualname__", "") if function else ""
+        inside, name = dict(own_attributes(value)), _name_of(value) if function else ""
+        if hasattr(type(value), "__next__") and package_of(value) in LIBRARIES and hasattr(value, "__dict__"):
+            self.unseen.add(self._path)  # its position is private
         if inside:
             return kind, name, self._container(inside, depth)
         return (kind, name) if function or hasattr(value, "__dict__") else (kind, self._reduced(value, depth))
+
+    def _module(self, value: nn.Module, depth: int) -> Hashable:
+        """Of a module that no other part saves: its weights, and what each of its modules holds besides."""
+        if value in self._modules:
+            return None
+        held = [(name, digest(each)) for name, each in (*value.named_parameters(), *value.named_buffers())]
+        found = []
+        for path, each in value.named_modules(memo=self._modules):
+            self._left -= 1
+            if self._left < 0:
+                self._not_seen()
+                break
+            if id(each) not in self._known:
+                found.append((path, each.training, self._container(dict(attributes_of_module(each)), max(depth, 1))))
+        return tuple(held), tuple(found)
 
     def _reduced(self, value: object, depth: int) -> Hashable:
         """Of an object without attributes, such as `itertools.count()`: what a pickle of it would hold."""
@@ -163,34 +205,34 @@ class Fingerprint:
 
     def _tensor(self, value: Tensor) -> Hashable:
         """Of a tensor in a container: `.data` and inference mode write to it without counting."""
-        if not _has_memory(value):
-            return id(value), _version(value), tuple(value.shape)
+        if not has_memory(value):
+            return id(value), counted_writes(value), tuple(value.shape)
         self._unread -= 1
         few: Hashable = None
         if self._unread >= 0 and value.numel():
             flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()[:_READ_OF_EACH]
-            few = _bits(flat[:: -(-flat.numel() // _READ_OF_EACH)])
-        return value.data_ptr(), _version(value), tuple(value.shape), few
+            few = bits_of(flat[:: -(-flat.numel() // _READ_OF_EACH)])
+        return value.data_ptr(), counted_writes(value), tuple(value.shape), few
 
     def _container(self, value: object, depth: int) -> Hashable:
-        kind, size = type(value), len(value)  # type: ignore[arg-type]  # every container has a length
+        kind, size = id(type(value)), len(value)  # type: ignore[arg-type]  # every container has a length
         if size and not depth:
             return self._not_seen(kind, size)
         if isinstance(value, (dict, Mapping)):  # the former first: an abstract class takes longer
             pairs = list(islice(value.items(), self._left + 1))
-            read: Hashable = tuple([(str(key), self._summary(each, depth - 1)) for key, each in pairs])
-            seen = len(pairs)
+            read: list[Any] = [(str(key), self._summary(each, depth - 1)) for key, each in pairs]
         else:
             items = list(islice(cast("Iterable[object]", value), self._left + 1))
-            seen = len(items)
             if _TYPES.issuperset(map(type, items)):  # without a call for each
                 self._left -= len(items)
-                read = frozenset(items) if isinstance(value, (set, frozenset)) else tuple(items)
+                read = items
             else:
-                read = tuple([self._summary(each, depth - 1) for each in items])
-        if seen < size:
+                read = [self._summary(each, depth - 1) for each in items]
+            if isinstance(value, (set, frozenset)):  # whose order depends on how they were filled
+                read = sorted(map(repr, read))
+        if len(read) < size:
             self._not_seen(kind)
-        return kind, size, read
+        return kind, size, tuple(read)
 
     def _not_seen(self, *what: object) -> Hashable:
         self.unseen.add(self._path)
@@ -208,30 +250,43 @@ def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
     """What a function holds, or another object's attributes, by name.
 
     Attributes of the user's own classes are included. Left out are attributes of torch's base classes, cached
-    properties, and what libraries keep private: of the private attributes of an object from a library, only those are
-    included that hold an object of the user's.
+    properties, transformers' notes on its warnings, and what libraries keep private: of the private attributes of an
+    object from a library, only those are included that hold an object of the user's, or a function with arguments.
     """
     if isinstance(holder, _FUNCTIONS):
-        if is_users(holder):
-            yield from (*held_by(holder), *_variables(holder))
+        if isinstance(holder, partial) or is_users(holder):
+            yield from (*held_by(holder), *_variables(holder), *getattr(holder, "__dict__", {}).items())
         elif isinstance(holder, MethodType):
             yield "", holder.__self__
         return
     of_library, iterated = package_of(holder) in LIBRARIES, hasattr(type(holder), "__iter__")
-    numbered = iterated and hasattr(type(holder), "set_epoch")
     streams = isinstance(holder, IterableDataset) and keeps_state(holder)
     for name, value in {**_of_class(type(holder)), **attributes_of(holder)}.items():
         if name in _torchs() or _is_cached(holder, name):
             continue
-        if of_library and name.startswith("_") and not is_users(value):
+        if of_library and name.startswith("_") and not (isinstance(value, partial) or is_users(value)):
             continue
         if name == "generator" and iterated:  # of a sampler: each pass seeds it
             continue
-        if numbered and name in ("epoch", "_epoch"):  # which set_epoch() sets before each pass
+        if name in _NOTES and any(each.__module__.startswith("transformers.") for each in type(holder).__mro__):
             continue
         if streams and name.startswith("_"):  # its position in the pass, which is read again
             continue
         yield name, value
+
+
+def attributes_of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Its own attributes, without those that torch's weight norms and pruning derive from its parameters."""
+    parameters = vars(module)["_parameters"]
+    for name, value in own_attributes(module):
+        if f"{name}_orig" not in parameters and f"{name}_g" not in parameters:
+            yield name, value
+
+
+def _name_of(function: object) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__qualname__", "")
 
 
 def _of_class(kind: type) -> dict[str, object]:
@@ -259,53 +314,9 @@ def _is_read(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def _state_of_generator(generator: object) -> Hashable:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return str(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state())  # type: ignore[attr-defined]
-
-
 def _variables(function: object) -> Iterator[tuple[str, object]]:
     """The variables of its module that a function names."""
     code = getattr(function, "__code__", None)
     for name in code.co_names if code is not None else ():
         if name in function.__globals__:  # type: ignore[attr-defined]  # which what has code has
             yield name, function.__globals__[name]  # type: ignore[attr-defined]
-
-
-def digest(value: Tensor | np.ndarray) -> Hashable:
-    """A value that depends on the bits of an array; of a large one, on a sample of them and on its version counter.
-
-    >>> digest(torch.zeros(3)) == digest(torch.zeros(3)), digest(torch.zeros(3)) == digest(torch.ones(3))
-    (True, False)
-    """
-    if isinstance(value, np.ndarray):
-        if not value.flags.writeable:
-            return str(value.dtype), value.shape, id(value)
-        few = value if value.size <= _WHOLE else value.reshape(-1)[:: value.size // _SAMPLED]
-        return str(value.dtype), value.shape, hash(few.tobytes())
-    kind: Hashable = value.dtype, tuple(value.shape)
-    if not _has_memory(value):
-        return kind, _version(value)
-    tensor = value.detach()
-    if tensor.numel() <= _WHOLE:
-        return kind, _bits(tensor.reshape(-1))
-    if not tensor.is_contiguous():
-        return kind, value.data_ptr(), _version(value)
-    return kind, _version(value), _bits(tensor.view(-1)[:: tensor.numel() // _SAMPLED])
-
-
-def _bits(flat: Tensor) -> int:
-    return hash(flat.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether its elements can be read: not those of sparse, quantized and fake ones, nor of subclasses."""
-    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-    return plain and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized

@@ -6,10 +6,11 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path, PurePath
-from types import FunctionType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Every, Subscription
@@ -197,11 +198,25 @@ def arguments_of(handler: object) -> list[str]:
 
 
 def attributes_of(handler: object) -> dict[str, Any]:
-    """Its own attributes, including those in slots."""
-    slots = [vars(each).get("__slots__", ()) for each in type(handler).__mro__]
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    values = {name: getattr(handler, name) for name in names if hasattr(handler, name)}
-    values.update(getattr(handler, "__dict__", {}))
+    """Its own attributes, including those in slots, private ones by the names that python gives them.
+
+    >>> class Counter:
+    ...     __slots__ = ("__count", "unset", "__weakref__")
+    ...     def __init__(self) -> None:
+    ...         self.__count = 0
+    >>> attributes_of(Counter())
+    {'_Counter__count': 0}
+    """
+    values: dict[str, Any] = {}
+    for kind in type(handler).__mro__:
+        if "__slots__" not in vars(kind):
+            continue
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(Exception):  # it is not set
+                    values[name] = slot.__get__(handler)
+    with suppress(Exception):  # code of the user's answers
+        values.update(getattr(handler, "__dict__", {}))
     return values
 
 

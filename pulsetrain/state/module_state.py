@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -13,7 +14,7 @@ from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import passing_buffers
-from pulsetrain.state.fingerprint import digest
+from pulsetrain.state.digests import digest
 from pulsetrain.state.handler_registry import attributes_of
 from pulsetrain.state.part import StateDict, keeps_state, require
 
@@ -130,12 +131,13 @@ def modules_in(holder: object) -> Iterator[tuple[str, nn.Module]]:
         return
     for name, value in attributes_of(holder).items():
         path = f"strategy.{name}"
-        if isinstance(value, nn.Module):
-            yield path, value
-        elif isinstance(value, Mapping):
-            yield from ((f"{path}.{key}", each) for key, each in value.items() if isinstance(each, nn.Module))
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{path}.{at}", each) for at, each in enumerate(value) if isinstance(each, nn.Module))
+        with suppress(Exception):  # raised by code of the user's: a mapping that cannot be iterated
+            if isinstance(value, nn.Module):
+                yield path, value
+            elif isinstance(value, Mapping):
+                yield from ((f"{path}.{key}", each) for key, each in value.items() if isinstance(each, nn.Module))
+            elif isinstance(value, (list, tuple)):
+                yield from ((f"{path}.{at}", each) for at, each in enumerate(value) if isinstance(each, nn.Module))
 
 
 def _weights_of(module: nn.Module) -> tuple[object, ...]:

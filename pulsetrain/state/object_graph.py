@@ -8,6 +8,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
@@ -16,6 +17,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from pulsetrain.engine.arrays import is_array
 from pulsetrain.state.handler_registry import attributes_of
 
 __all__ = ["GENERATORS", "LIBRARIES", "generators_in", "held_by", "is_users", "of_process", "package_of"]
@@ -61,7 +63,7 @@ def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> 
         known: objects to pass over.
     """
     walked = _walk(parts.items(), [*of_process(), *known])
-    return (path for path, value in walked if isinstance(value, GENERATORS))
+    return (path for path, value in walked if issubclass(type(value), GENERATORS))
 
 
 def of_process() -> list[object]:
@@ -76,12 +78,13 @@ def _walk(parts: _Held, known: Iterable[object]) -> _Held:
     waiting = deque((path, value, 0) for path, value in parts)
     while waiting and len(seen) < _OBJECTS:
         path, value, steps = waiting.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield path, value
-        if steps < _DEPTH:
-            waiting.extend((f"{path}{step}", each, steps + 1) for step, each in _inside(value))
+        with suppress(Exception):  # raised by code of the user's: a mapping that cannot be iterated
+            if isinstance(value, _LEAVES) or is_array(value) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield path, value
+            if steps < _DEPTH:
+                waiting.extend((f"{path}{step}", each, steps + 1) for step, each in _inside(value))
 
 
 def _inside(value: object) -> _Held:

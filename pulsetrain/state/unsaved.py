@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
+from inspect import get_annotations
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
@@ -19,13 +20,14 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
-from pulsetrain.state.fingerprint import Fingerprint, own_attributes
+from pulsetrain.state.fingerprint import Fingerprint, attributes_of_module
 from pulsetrain.state.handler_registry import HandlerRegistry, state_of
 from pulsetrain.state.loader_parts import parts_of_loader
 from pulsetrain.state.module_state import DROPOUTS, modules_in
 from pulsetrain.state.object_graph import generators_in, is_users, of_process, package_of
 from pulsetrain.state.part import StateDict, keeps_state, require
 from pulsetrain.state.run_state import Counters
+from pulsetrain.state.validation_sets import states_of_sets
 
 __all__ = ["UnsavedState"]
 
@@ -50,16 +52,18 @@ class UnsavedState:
     Args:
         registry: the handlers and other subscribers.
         data: refuses a loader's state that cannot be saved, when its first pass begins.
+        users: the names of attributes that a subclass of the run's class has set before the run was made.
     """
 
-    def __init__(self, registry: HandlerRegistry, data: DataCursor) -> None:
-        self._registry, self._data = registry, data
+    def __init__(self, registry: HandlerRegistry, data: DataCursor, users: Collection[str] = ()) -> None:
+        self._registry, self._data, self._users = registry, data, frozenset(users)
         self._saves = False
         self.reset()
 
     def attach(self, engine: Engine) -> None:
         assert is_training_run(engine)
         self._run: TrainingRun = engine
+        self._own: set[str] = _names_of(engine) - self._users  # handlers, which are attached later, may set others
         engine.add_event_handler(Events.STARTED, self._check, phase=Phase.COMPUTE)
         # handlers of STARTED may still prepare the model
         engine.bus.subscribe(Events.STARTED, self._begin, sender=engine, phase=Phase.PERSIST, order=LAST)
@@ -77,9 +81,11 @@ class UnsavedState:
         """What has changed since the run began, and which attributes are too deep or too large to be seen whole."""
         unseen: set[str] = set()
         if self._start is not None:
-            now = self._fingerprint()
-            self._changed.update(now.changed_since(self._start), self._data.changed_in_workers())
-            unseen = now.unseen
+            self._changed.update(self._data.changed_in_workers())
+            now = self._look()
+            if now is not None:
+                self._changed.update(now.changed_since(self._start))
+                unseen = now.unseen
         return {"changed": sorted(self._changed), "not_seen": sorted(unseen)}
 
     def check_state_dict(self, state: StateDict) -> None:
@@ -99,7 +105,18 @@ class UnsavedState:
 
     def _begin(self) -> None:
         if self._saves and self._start is None:
-            self._start = self._fingerprint()
+            self._start = self._look()
+
+    def _look(self) -> Fingerprint | None:
+        """The fingerprint; None, with a warning, if code of the user's raises where that is not expected."""
+        try:
+            return self._fingerprint()
+        except Exception as error:
+            get_logger("pulsetrain").warning(
+                "state that is in no checkpoint cannot be compared: what changes during the run is not reported",
+                error=f"{type(error).__name__}: {error}",
+            )
+            return None
 
     def _report(self) -> None:
         """Warn about what has changed since the run began and is not in the checkpoint that was just written."""
@@ -125,7 +142,10 @@ class UnsavedState:
         if not saves:
             return
         run = self._run
-        _check_data(run.train_loader)
+        known = [each for _, each in parts_of_loader(run.train_loader)]
+        _check_data("the training data", run.train_loader)
+        for name, loader in run.val_loaders.items():
+            _check_data(f"the validation set {name!r}", loader, known)
         for handler in subscribers:
             if package_of(handler) != "pulsetrain":
                 _check_half(handler, "a handler")
@@ -134,6 +154,7 @@ class UnsavedState:
         for name, part in (("model", run.model), ("optimizer", run.optimizer), ("strategy", run.strategy)):
             if keeps_state(part):
                 plain({name: state_of(name, part)})
+        plain({"validation": {"sets": states_of_sets(run.val_loaders, run.train_loader)}})
         for key, handler in self._registry.stateful().items():
             if package_of(handler) != "pulsetrain":
                 plain({"handlers": {key: {"state": state_of(key, handler)}}})
@@ -142,8 +163,9 @@ class UnsavedState:
         """Of everything that the next iteration may depend on and that no other part saves."""
         run, registry = self._run, self._registry
         modules = dict(_modules(run.model, run.strategy))
-        data = dict(parts_of_loader(run.train_loader))
-        known: list[object] = [run, run.strategy, run.optimizer, run.backend, run.train_loader, *data.values()]
+        loaders = _loaders_of(run)
+        known: list[object] = [run, run.strategy, run.optimizer, run.backend]
+        known += [each for _, loader, parts in loaders for each in (loader, *parts.values())]
         known += [*registry.subscribers(), *modules.values(), *parts_of(run.optimizer).values()]
         tensors = [each for module in modules.values() for each in _tensors(module)]
         found = Fingerprint([*known, *tensors, *of_process()])
@@ -169,14 +191,12 @@ class UnsavedState:
         }
         state = {name: value for name, value in vars(engine.state).items() if name not in saved}
         found.add_attributes("state", SimpleNamespace(**state))
+        for name, value in vars(run).items():
+            if name not in self._own:
+                found.add(f"trainer.{name}", value)
         found.reads_generators = False  # of the data, they are reported at the start
-        if not isinstance(run.train_loader, (DataLoader, list, tuple)):
-            data["loader"] = run.train_loader
-        for path, each in data.items():
-            if isinstance(each, (list, tuple, dict)):
-                found.add_items(path, each)
-            elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(run.train_loader)):
-                found.add_attributes(path, each)
+        for prefix, loader, parts in loaders:
+            _add_loader(found, prefix, loader, parts)
         found.reads_generators = True
         for handler in registry.subscribers():
             if is_users(handler) and not keeps_state(handler):
@@ -204,6 +224,44 @@ class UnsavedState:
         if self._metrics is None:
             self._metrics = found
         self._changed.update(found.changed_since(self._metrics))
+
+
+def _loaders_of(run: TrainingRun) -> list[tuple[str, object, dict[str, object]]]:
+    """The loaders of the training and validation data with a prefix of their paths, and the parts, each once."""
+    found: list[tuple[str, object, dict[str, object]]] = []
+    seen = set[int]()
+    for prefix, loader in (
+        ("", run.train_loader),
+        *((f"val_loader {name}.", each) for name, each in run.val_loaders.items()),
+    ):
+        parts = {path: part for path, part in parts_of_loader(loader) if id(part) not in seen}
+        if id(loader) not in seen:
+            found.append((prefix, loader, parts))
+        seen.update(map(id, (loader, *parts.values())))
+    return found
+
+
+def _add_loader(found: Fingerprint, prefix: str, loader: object, parts: dict[str, object]) -> None:
+    """What the parts of a loader hold, unless they save it."""
+    if not isinstance(loader, (DataLoader, list, tuple)):
+        parts = {**parts, "loader": loader}
+    for path, each in parts.items():
+        if isinstance(each, (list, tuple, dict)):
+            found.add_items(prefix + path, each)
+        elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(loader)):
+            found.add_attributes(prefix + path, each, () if prefix else _numbers_of(path, each))
+
+
+def _names_of(engine: Engine) -> set[str]:
+    """The attributes that it has, and those that its classes here declare or have as defaults."""
+    own = [kind for kind in type(engine).__mro__ if kind.__module__.partition(".")[0] in _OWN]
+    return {*vars(engine), *(name for kind in own for name in (*vars(kind), *get_annotations(kind)))}
+
+
+def _numbers_of(path: str, part: object) -> tuple[str, ...]:
+    """The attributes of a sampler that `set_epoch` sets before each pass."""
+    samples = path.startswith(("sampler", "batch_sampler")) and not isinstance(part, Dataset)
+    return ("epoch", "_epoch") if samples and hasattr(type(part), "set_epoch") else ()
 
 
 def _modules(model: nn.Module, strategy: object) -> Iterator[tuple[str, nn.Module]]:
@@ -241,10 +299,8 @@ def _add_module(found: Fingerprint, path: str, module: nn.Module) -> None:
             found.add_items(f"{path}.{name}: attributes", vars(tensor))
     if kind.get_extra_state is not nn.Module.get_extra_state or kind.state_dict is not nn.Module.state_dict:
         return
-    for name, value in own_attributes(module):
-        saved = name == "p" and isinstance(module, DROPOUTS)
-        derived = f"{name}_orig" in held["_parameters"] or f"{name}_g" in held["_parameters"]  # by torch's weight norms
-        if not (saved or derived):
+    for name, value in attributes_of_module(module):
+        if name != "p" or not isinstance(module, DROPOUTS):  # which is saved
             found.add(f"{path}.{name}", value)
 
 
@@ -262,27 +318,27 @@ def _state_of_engines() -> frozenset[str]:
     return frozenset({*vars(Engine(lambda engine, batch: None).state), "seed"})
 
 
-def _check_data(loader: object) -> None:
+def _check_data(what: str, loader: object, known: Sequence[object] = ()) -> None:
     if can_be_read_once(loader) and not keeps_state(loader):
         get_logger("pulsetrain").warning(
-            "the training data is an iterator, which can be read once: a run resumed from a checkpoint cannot continue "
+            f"{what} is an iterator, which can be read once: a run resumed from a checkpoint cannot continue "
             "exactly; give a DataLoader, an object whose __iter__ starts again, or one with state_dict() and "
             "load_state_dict()",
             loader=type(loader).__name__,
         )
-    generators = _own_generators(loader)
+    generators = _own_generators(loader, known)
     if generators:
         get_logger("pulsetrain").warning(
-            "the training data holds random generators of its own, whose state is in no checkpoint: a resumed run "
-            "draws other numbers from them; draw from random, numpy.random or torch, which are seeded for each batch",
+            f"{what} holds random generators of its own, whose state is in no checkpoint: a resumed run "
+            "draws other numbers from them; draw from random, numpy.random or torch, whose states a run restores",
             generators=generators,
         )
 
 
-def _own_generators(loader: object) -> list[str]:
+def _own_generators(loader: object, known: Sequence[object] = ()) -> list[str]:
     """Where the loader's parts hold generators that no pass seeds, except in parts that keep their own state."""
     if not isinstance(loader, DataLoader):
-        return [] if keeps_state(loader) else list(generators_in({"loader": loader}))
+        return [] if keeps_state(loader) else list(generators_in({"loader": loader}, known))
     parts = {name: getattr(loader, name) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")}
     samplers = [parts["sampler"], parts["batch_sampler"]]
     samplers += [getattr(each, "sampler", None) for each in samplers]
@@ -291,7 +347,7 @@ def _own_generators(loader: object) -> list[str]:
     skipped: list[object] = [each for each in parts.values() if keeps_state(loader) and keeps_state(each)]
     if getattr(loader.dataset, "draws_nothing", False) is True:
         skipped.append(loader.dataset)
-    return list(generators_in(parts, [*seeded, *skipped]))
+    return list(generators_in(parts, [*seeded, *skipped, *known]))
 
 
 def _check_half(holder: object, what: str) -> None:

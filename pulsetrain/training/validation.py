@@ -12,7 +12,7 @@ import torch
 from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
-from pulsetrain.engine import Engine, EventBus, Events, Phase
+from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
@@ -28,6 +28,7 @@ from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.state.part import StateDict, require
+from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
 
@@ -55,7 +56,9 @@ class Validator:
         self.reset()
 
     def attach(self, engine: Engine) -> None:
-        self._engine = engine
+        assert is_training_run(engine)
+        self._engine: Engine = engine
+        self._run: TrainingRun = engine
         if self.loaders and self.every is not None:
             engine.add_event_handler(reading_events(self.every), self.validate_once, phase=Phase.COMPUTE)
 
@@ -91,17 +94,21 @@ class Validator:
         self.validated_at = -1  # the iteration of the last validation
 
     def state_dict(self) -> StateDict:
-        """When the last validation was, and the run's current metrics."""
+        """When the last validation was, the run's current metrics, and the states of the sets."""
         numbers = {name: _number(value) for name, value in self._engine.state.metrics.items()}
         metrics = {name: number for name, number in numbers.items() if number is not None}
-        return {"validated_at": self.validated_at, "metrics": metrics}
+        sets = states_of_sets(self.loaders, self._run.train_loader)
+        return {"validated_at": self.validated_at, "metrics": metrics, **({"sets": sets} if sets else {})}
 
     def check_state_dict(self, state: StateDict) -> None:
         require("validation", state, ("validated_at", "metrics"))
+        for name, each in state.get("sets", {}).items():
+            require(f"validation.sets.{name}", each, ("parts", "generators"))
 
     def load_state_dict(self, state: StateDict) -> None:
         self.validated_at = state["validated_at"]
         self._engine.state.metrics = dict(state["metrics"])
+        load_states_of_sets(self.loaders, self._run.train_loader, state.get("sets", {}))
 
 
 class Evaluation:

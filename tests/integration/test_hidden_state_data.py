@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
 
 from pulsetrain import Trainer
+from pulsetrain.engine import Events
 from tests.support.cases import Make
 from tests.support.models import pairs
 from tests.support.runs_hidden_state import (
@@ -150,6 +152,56 @@ def a_stream_keeps_its_state_and_its_loader_does_not() -> dict[str, Any]:
     return {"train_loader": DataLoader(stream, BATCH), "act": lambda: setattr(stream, "level", 2)}
 
 
+class NumberedStream(IterableDataset[Any]):
+    """The name of the method is that of samplers, which a run calls; it does not call this one."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(pairs(ROWS, seed=self.epoch))
+
+
+@case("dataset.epoch")
+def a_handler_sets_the_epoch_of_a_stream() -> dict[str, Any]:
+    stream = NumberedStream()
+    return {"train_loader": DataLoader(stream, BATCH), "act": lambda: stream.set_epoch(2)}
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.level
+
+
+class Transformed(Rows):
+    def __init__(self, transform: nn.Module) -> None:
+        super().__init__()
+        self.transforms = [nn.Sequential(transform)]
+
+    def __getitem__(self, row: int) -> Any:
+        inputs, targets = self.pairs[row]
+        return self.transforms[0](inputs), targets
+
+
+@case("dataset.transforms")
+def a_handler_sets_an_attribute_of_a_module_in_a_dataset() -> dict[str, Any]:
+    gain = Gain()
+    return of_rows(Transformed(gain)) | {"act": lambda: setattr(gain, "level", 3.0)}
+
+
+@case("dataset.transforms", slow=True)
+def a_handler_sets_the_rate_of_a_dropout_in_a_dataset() -> dict[str, Any]:
+    dropout = nn.Dropout(0.1)
+    return of_rows(Transformed(dropout)) | {"act": lambda: setattr(dropout, "p", 0.8)}
+
+
 @case("collate_fn.seen")
 def a_collate_fn_has_a_dict_in_its_closure() -> dict[str, Any]:
     seen = {"batches": 0}
@@ -160,6 +212,63 @@ def a_collate_fn_has_a_dict_in_its_closure() -> dict[str, Any]:
         return inputs + seen["batches"], targets
 
     return {"train_loader": DataLoader(pairs(ROWS), BATCH, collate_fn=collate)}
+
+
+# ------------------------------------------------------------------------------------------------- validation sets
+
+
+def validated(rows: Any = None, **options: Any) -> dict[str, Any]:
+    """A run whose learning rate depends on a loss over a part of a validation set."""
+
+    def attach(engine: Any) -> None:
+        @engine.on(Events.VALIDATION_COMPLETED)
+        def rate() -> None:
+            engine.optimizer.param_groups[0]["lr"] = 0.01 + 0.01 * engine.state.metrics["val/loss"] % 0.02
+
+    rows = pairs(ROWS) if rows is None else rows
+    return {"attached": attach, "val_loader": DataLoader(rows, 6, drop_last=True, **options)}
+
+
+@case()
+def a_validation_set_is_shuffled() -> dict[str, Any]:
+    return validated(shuffle=True)
+
+
+@case()
+def a_validation_set_is_shuffled_with_a_generator_of_its_own() -> dict[str, Any]:
+    return validated(shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+@case(slow=True)
+def a_validation_set_has_a_batch_sampler_with_a_generator_of_its_own() -> dict[str, Any]:
+    sampler = RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(5))
+    return validated() | {"val_loader": DataLoader(pairs(ROWS), batch_sampler=BatchSampler(sampler, 6, drop_last=True))}
+
+
+@case()
+def a_dataset_for_validation_keeps_its_state() -> dict[str, Any]:
+    return validated(SavedRows())
+
+
+@case(slow=True)
+def a_sampler_for_validation_keeps_its_state() -> dict[str, Any]:
+    return validated(sampler=SavedShuffling())
+
+
+@case("val_loader val.dataset.count")
+def a_dataset_for_validation_counts_its_rows() -> dict[str, Any]:
+    return validated(CountingRows())
+
+
+@case("val_loader val.sampler.rows", slow=True)
+def a_sampler_for_validation_shuffles_its_own_list() -> dict[str, Any]:
+    return validated(sampler=Shuffling())
+
+
+@case()
+def a_dataset_that_keeps_its_state_is_both_trained_on_and_validated_on() -> dict[str, Any]:
+    rows = SavedRows()
+    return {**validated(Subset(rows, range(12))), "train_loader": DataLoader(rows, BATCH)}
 
 
 # ------------------------------------------------------------------------------------------------------------- tests

@@ -17,10 +17,12 @@ import torch
 from ignite.metrics import Average
 from torch import Tensor, nn
 
+from pulsetrain import Trainer
 from pulsetrain.engine import EventEnum, Events, SupervisedStrategy
 from pulsetrain.handlers import Callback
 from tests.support.cases import Make
 from tests.support.models import loader, regression_model
+from tests.support.runs_backends import needs_jax
 from tests.support.runs_hidden_state import CasesOfHiddenState, check_that_what_has_changed_is_resumed_or_named
 
 CASES = CasesOfHiddenState()
@@ -83,6 +85,48 @@ def a_value_that_processes_share_is_set() -> dict[str, Any]:
 def an_array_of_objects_is_written() -> dict[str, Any]:
     model = Wrapping(np.array([0, None], dtype=object), lambda held: held[0])
     return {"model": model, "act": lambda: model.held.__setitem__(0, 2)}
+
+
+@case("model.held", marks=[needs_jax])
+def an_array_of_jax_is_replaced() -> dict[str, Any]:
+    import jax
+
+    model = Wrapping(jax.numpy.ones(3), lambda held: float(held[0]))
+    return {"model": model, "act": lambda: setattr(model, "held", 2 * model.held)}
+
+
+@case("model.held", marks=[needs_jax], slow=True)
+def a_model_splits_a_key_of_jax() -> dict[str, Any]:
+    import jax
+
+    def draw(held: list[Any]) -> float:
+        held[0], key = jax.random.split(held[0])
+        return float(jax.random.uniform(key))
+
+    return {"model": Wrapping([jax.random.key(0)], draw)}
+
+
+@case("model.level")
+def a_number_becomes_another_with_the_same_hash() -> dict[str, Any]:
+    model = Wrapping(None, lambda held: model.level)
+    model.level = -1
+    return {"model": model, "act": lambda: setattr(model, "level", -2)}
+
+
+class PrivateSlot:
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def __call__(self) -> int:
+        self.__count += 1
+        return self.__count % 3
+
+
+@case("model.held", slow=True)
+def a_private_slot_is_written() -> dict[str, Any]:
+    return {"model": Wrapping(PrivateSlot(), lambda held: held())}
 
 
 class WithClassAttribute(nn.Module):
@@ -253,6 +297,24 @@ def a_handler_is_added_during_the_run() -> dict[str, Any]:
     return with_handler(attach)
 
 
+class Scaling:
+    """A handler without a state that changes an attribute of a module, in which the loss is computed."""
+
+    def __init__(self) -> None:
+        self.module = nn.Identity()
+        self.module.gain = 1.0
+
+    def __call__(self) -> None:
+        self.module.gain *= 0.9
+
+
+@case("handler Scaling.module")
+def a_handler_changes_an_attribute_of_a_module_that_it_holds() -> dict[str, Any]:
+    scaling = Scaling()
+    strategy = SupervisedStrategy(lambda outputs, targets: scaling.module.gain * (outputs - targets).square().mean())
+    return with_handler(lambda run: run.add_event_handler(Events.ITERATION_STARTED, scaling), strategy=strategy)
+
+
 class Ticks(EventEnum):
     TICK = "tick"
 
@@ -268,6 +330,55 @@ def a_custom_event_is_counted() -> dict[str, Any]:
             engine.optimizer.param_groups[0]["lr"] *= 0.9
 
     return with_handler(attach)
+
+
+def cooling(prepare: Callable[[Any], None], kind: type[Trainer] = Trainer) -> dict[str, Any]:
+    """A run whose loss depends on an attribute of the trainer, which a handler changes."""
+    made: list[Any] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean() * made[0].temperature
+
+    def attach(engine: Any) -> None:
+        made.append(engine)
+        prepare(engine)
+
+        @engine.on(Events.EPOCH_COMPLETED)
+        def cool() -> None:
+            engine.temperature *= 0.5
+
+    return with_handler(attach, strategy=SupervisedStrategy(loss), kind=kind)
+
+
+@case("trainer.temperature")
+def an_attribute_of_the_trainer_is_set() -> dict[str, Any]:
+    return cooling(lambda engine: setattr(engine, "temperature", 1.0))
+
+
+class Before(Trainer):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.temperature = 1.0
+        super().__init__(*arguments, **options)
+
+
+class After(Trainer):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.temperature = 1.0
+
+
+class OfClass(Trainer):
+    temperature = 1.0
+
+
+def of_subclass(kind: type[Trainer]) -> Make:
+    return lambda: cooling(lambda engine: None, kind)
+
+
+CASES += [
+    pytest.param(of_subclass(kind), ("trainer.temperature",), id=f"of a subclass: {kind.__name__}")
+    for kind in (Before, After, OfClass)
+]
 
 
 @case("state.level", slow=True)

@@ -6,12 +6,15 @@ lack.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from pulsetrain.engine import SupervisedStrategy
 from tests.support.cases import Make
@@ -230,6 +233,63 @@ def closing() -> Callable[[Any, Any], Tensor]:
         return (outputs - targets).square().mean() * seen["batches"]
 
     return loss
+
+
+class RelativeLoss(nn.Module):
+    """A loss relative to its average so far, which is not in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.ones(())
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = (outputs - targets).square().mean()
+        self.mean = self.mean.lerp(loss.detach(), 0.1)
+        return loss / self.mean
+
+
+@case("strategy._loss")
+def a_loss_has_a_module_in_its_closure() -> dict[str, Any]:
+    relative = RelativeLoss()
+    return {"strategy": SupervisedStrategy(lambda outputs, targets: relative(outputs, targets))}
+
+
+class Unlabelled(SupervisedStrategy):
+    """Draws a second batch from a loader of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("mse")
+        self.batches = iter(DataLoader(torch.arange(400.0), 4, shuffle=True))
+
+    def compute_loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().compute_loss(outputs, batch) * (1 + next(self.batches).mean())
+
+
+@case("strategy.batches")
+def a_strategy_has_the_iterator_of_a_loader() -> dict[str, Any]:
+    return {"strategy": Unlabelled()}
+
+
+@case("strategy._loss")
+def the_arguments_of_a_loss_of_torchs_are_replaced() -> dict[str, Any]:
+    strategy = SupervisedStrategy(partial(F.huber_loss, delta=1.0))
+    return {"strategy": strategy, "act": lambda: setattr(strategy, "_loss", partial(F.huber_loss, delta=0.01))}
+
+
+@case("strategy._loss", slow=True)
+def a_loss_of_torchs_with_arguments_is_replaced() -> dict[str, Any]:
+    strategy = SupervisedStrategy(partial(F.mse_loss, reduction="mean"))
+    return {"strategy": strategy, "act": lambda: setattr(strategy, "_loss", partial(F.l1_loss, reduction="mean"))}
+
+
+@case("strategy._loss", slow=True)
+def a_loss_counts_in_an_attribute_of_the_function() -> dict[str, Any]:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss.calls += 1  # type: ignore[attr-defined]
+        return (outputs - targets).square().mean() * loss.calls  # type: ignore[attr-defined]
+
+    loss.calls = 0  # type: ignore[attr-defined]
+    return {"strategy": SupervisedStrategy(loss)}
 
 
 @case("strategy._loss")

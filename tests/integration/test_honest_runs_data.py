@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from tests.support.cases import Cases, Make
 from tests.support.models import pairs
+from tests.support.runs_backends import needs_jax
 from tests.support.runs_honest import BATCH, ROWS, check_that_no_state_is_reported_as_unsaved
 
 CASES = Cases()
@@ -215,6 +216,99 @@ def a_stream_of_hugging_face() -> dict[str, Any]:
 def a_loader_with_a_state() -> dict[str, Any]:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     return {"train_loader": torchdata.StatefulDataLoader(Augmented(), BATCH, shuffle=True)}
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+
+
+class Padding:
+    """Pads with a collator of transformers, whose tokenizer writes down that it has warned."""
+
+    def __init__(self) -> None:
+        from transformers import DataCollatorWithPadding
+
+        self.collator = DataCollatorWithPadding(tokenizer())
+
+    def __call__(self, rows: Any) -> Any:
+        padded = self.collator([{"input_ids": [0, 1]}, {"input_ids": [0]}])
+        inputs, targets = torch.utils.data.default_collate(rows)
+        return inputs + padded["input_ids"].sum(), targets
+
+
+@case()
+def a_collator_of_transformers_with_a_fast_tokenizer() -> dict[str, Any]:
+    pytest.importorskip("transformers")
+    return data(collate_fn=Padding(), shuffle=True)
+
+
+class Jittering(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength, self.dropout = 0.1, torch.nn.Dropout(0.2)
+
+    def forward(self, row: Tensor) -> Tensor:
+        return self.dropout(row) + self.strength * torch.rand(4)
+
+
+@case()
+def modules_in_a_dataset() -> dict[str, Any]:
+    augmented = Augmented()
+    norm = torch.nn.LayerNorm(4, elementwise_affine=False)
+    augmented.transforms = [
+        torch.nn.Sequential(torch.nn.Dropout(0.1), norm),
+        partial(torch.clamp, max=2.0),
+        Jittering(),
+    ]
+    return data(augmented, shuffle=True)
+
+
+@case()
+def validation_sets_that_are_shuffled_with_generators_of_their_own() -> dict[str, Any]:
+    def shuffled(rows: Any, seed: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(rows, 3, shuffle=True, drop_last=True, generator=generator)
+
+    rows = Augmented()
+    sets = {"val": shuffled(Subset(rows, range(8)), 1), "test": shuffled(Augmented(), 2), "list": [pairs(4)[:]]}
+    return data(rows, shuffle=True) | {"val_loader": sets}
+
+
+@case()
+def a_shuffled_validation_set() -> dict[str, Any]:
+    return {"val_loader": DataLoader(pairs(ROWS), 3, shuffle=True, drop_last=True)}
+
+
+class OfJax(Dataset[Any]):
+    """Holds arrays of jax, one of them in its class, and a view that cannot be written to."""
+
+    scale = None
+
+    def __init__(self) -> None:
+        import jax
+
+        self.inputs, self.key, self.scale = (
+            jax.numpy.asarray(pairs(ROWS).tensors[0]),
+            jax.random.key(0),
+            jax.numpy.ones(4),
+        )
+        self.targets = pairs(ROWS).tensors[1].numpy().copy()
+        self.targets.flags.writeable = False
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.from_numpy(np.array(self.inputs[row] * self.scale)), torch.tensor(self.targets[row])
+
+
+@case(needs_jax)
+def arrays_of_jax() -> dict[str, Any]:
+    return data(OfJax(), shuffle=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- tests

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from pulsetrain.engine import Every, JaxBackend, TorchBackend
+from pulsetrain.engine import Every, JaxBackend, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.optimizers.registry import NAMES
 from pulsetrain.handlers import EMA, SWA, BestModel, Callback, EarlyStopping, LossSpikeGuard, NaNGuard
 from tests.integration import test_honest_runs_data
@@ -208,6 +208,22 @@ for on in (runs_strategies.TORCH, runs_strategies.FUNCTIONAL, runs_strategies.JA
 @case(needs_jax, pytest.mark.slow)
 def a_module_of_flax() -> dict[str, Any]:
     return {"model": nnx_model(), "backend": JaxBackend()}
+
+
+class Weighing(SupervisedStrategy):
+    def __init__(self) -> None:
+        import jax
+
+        super().__init__("mse")
+        self.weight, self.several = jax.numpy.ones(3), [jax.numpy.ones(3), jax.random.key(0)]
+
+    def compute_loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().compute_loss(outputs, batch) * float(self.weight[0])
+
+
+@case(needs_jax)
+def a_strategy_holds_arrays_of_jax() -> dict[str, Any]:
+    return {"strategy": Weighing()}
 
 
 @case()

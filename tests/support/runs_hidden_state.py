@@ -6,7 +6,7 @@ Each is interrupted in the third epoch; a handler may change something once, aft
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ CUT, SAVED = 13, 12  # in the third epoch; handlers act once, after the second o
 
 
 class CasesOfHiddenState(Cases):
-    def case(self, *lacks: str, slow: bool = False) -> Callable[[Make], Make]:
+    def case(self, *lacks: str, slow: bool = False, marks: Sequence[Any] = ()) -> Callable[[Make], Make]:
         """A run whose checkpoint is said to lack this; nothing if it resumes exactly.
 
         The function makes the arguments of a Trainer, and `act`, what a handler does once, after the second epoch.
         """
-        return self.add(*([pytest.mark.slow] if slow else []), values=(lacks,))
+        return self.add(*marks, *([pytest.mark.slow] if slow else []), values=(lacks,))
 
 
 def run(folder: Path, make: Make) -> Trainer:
@@ -50,7 +50,8 @@ def run(folder: Path, make: Make) -> Trainer:
     arguments.setdefault("strategy", SupervisedStrategy("mse"))
     config = TrainingConfig(max_epochs=EPOCHS, learning_rate=0.05, seed=1)
     saver = Checkpointer(folder, Every(iterations=SAVED), at_end=False)
-    made = Trainer(model, data, config=config, handlers=[saver], **arguments)
+    kind = arguments.pop("kind", Trainer)
+    made = kind(model, data, config=config, handlers=[saver], **arguments)
     for event, action in actions.items():
         if action is not None:
             made.add_event_handler(event, action)

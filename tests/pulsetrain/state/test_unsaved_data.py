@@ -159,6 +159,22 @@ def test_generators_that_each_pass_seeds_or_a_checkpoint_holds_are_not_named(tmp
             assert generator_warnings(data, tmp_path) == []
 
 
+def test_a_generator_in_a_validation_set_is_named_unless_a_checkpoint_holds_it(tmp_path: Path):
+    def found(data: Any, train: Any = None) -> list[tuple[str, list[str]]]:
+        saver = Checkpointer(tmp_path, every=Every(epochs=9), at_end=False)
+        run = trainer({"max_iterations": 2}, train_loader=train, val_loader={"test": data}, handlers=[saver])
+        logs = warnings_of(run)
+        return [(each["event"], each["generators"]) for each in logs if "generators of its own" in each["event"]]
+
+    rows = Noisy(rng=np.random.default_rng(0))
+    ((event, generators),) = found(DataLoader(rows, 4))
+    assert event.startswith("the validation set 'test' holds random generators")
+    assert generators == ["dataset.rng"]
+    ((event, _),) = found(DataLoader(Subset(rows, range(8)), 4), DataLoader(rows, 4))
+    assert event.startswith("the training data")  # which has named it
+    assert found(DataLoader(Noisy(), 4, shuffle=True, generator=torch.Generator())) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("iteration", [4, 13])
 def test_a_generator_in_a_batch_samplers_sampler_is_seeded_for_each_pass(iteration: int, tmp_path: Path):
