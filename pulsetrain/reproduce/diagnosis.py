@@ -49,6 +49,8 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
     found = [*_from_start(evidence), *_from_event(evidence), *_from_environment(evidence)]
     if not found:
         text = "every rerun gives the same events, so the code or its inputs have changed since the recording"
+        if not evidence.from_scratch:
+            text += ", or, after a checkpoint, the run depends on state that no checkpoint holds"
         if not evidence.has_fingerprints:
             text += "; with the handler Fingerprints(Every(updates=1), batches=True), the log would show more"
         found.append(Cause("code", text))

@@ -36,12 +36,7 @@ _FIRST_COUNTERS = (  # which every checkpoint of this format has
 )  # fmt: skip
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
 _MAY_CHANGE = (*BOUNDS, "log_every_n_steps", "run_dir")
-_MAY_REFUSE = (
-    "backend",
-    "strategy",
-    "handlers",
-    "validation",
-)  # parts that run code which cannot be checked beforehand
+_MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
 _REQUIRED = (
     "made_with", "backend", "strategy", "handlers", "model", "optimizer", "counters", "stepper", "data", "validation",

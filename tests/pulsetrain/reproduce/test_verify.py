@@ -21,7 +21,9 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
 from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, Fingerprints
+from tests.support import runs_honest
 from tests.support.models import loader, pairs, regression_model, trainer
+from tests.support.stateful_parts import CountingRows
 
 SETTINGS = {"max_epochs": 3, "optimizer": "adamw", "seed": 3, "log_every_n_steps": 5}
 
@@ -389,3 +391,14 @@ def test_run_json_may_be_missing(run: Path):
     assert verify(run, lambda: build(run), from_iteration=20)
     (run / "run.json").write_text(json.dumps([]))
     assert verify(run, lambda: build(run), from_iteration=20)
+
+
+@pytest.mark.slow
+def test_state_that_no_checkpoint_holds_is_named_as_a_possible_cause(tmp_path: Path):
+    def make(folder: Path) -> Trainer:
+        return runs_honest.run(lambda: {"val_loader": DataLoader(CountingRows(), 4)}, folder)
+
+    make(tmp_path).train()
+    result = verify(tmp_path, make, from_iteration=10)
+    assert not result
+    assert "state that no checkpoint holds" in str(result)
