@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-__all__ = ["describe_environment", "environment_differences", "version_of"]
+__all__ = ["describe_environment", "version_of"]
 
 _PACKAGES = ("torch", "numpy", "pytorch-ignite", "blinker", "msgspec", "pulsetrain")
 
@@ -38,16 +38,6 @@ def describe_environment(device: torch.device | str, more: Mapping[str, object] 
         **{name: found for name in _PACKAGES if (found := version_of(name)) is not None},
         **(more or {}),
     }
-
-
-def environment_differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """The entries that differ between two environments.
-
-    >>> environment_differences({"device": "cpu", "threads": 2}, {"device": "cpu", "threads": 1})
-    ['threads: 2 -> 1']
-    """
-    names = [*saved, *(name for name in now if name not in saved)]
-    return [f"{name}: {saved.get(name)} -> {now.get(name)}" for name in names if saved.get(name) != now.get(name)]
 
 
 @cache  # reading a package's metadata takes milliseconds

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.environment import environment_differences
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
+from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.engine.recording.diff.fields import differing_fields
 from pulsetrain.engine.recording.diff.result import describe_event, field_table
 from pulsetrain.engine.recording.log.run_file import read_run_file

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import subprocess
 import sys
 import typing
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+
+from pulsetrain.engine.recording import LoggedEvent, LogWriter
 
 OPTIONAL = (
     "jax",
@@ -99,14 +104,64 @@ def test_tab_completion_offers_every_public_name_before_any_is_used(package: str
     assert done.stdout.split() == []
 
 
-def test_type_checkers_see_the_names_that_are_imported_when_they_are_used(monkeypatch: pytest.MonkeyPatch):
-    import pulsetrain
-
+@pytest.mark.parametrize("name", ["pulsetrain", "pulsetrain.engine", "pulsetrain.handlers"])
+def test_type_checkers_see_the_names_that_are_imported_when_they_are_used(name: str, monkeypatch: pytest.MonkeyPatch):
+    package = importlib.import_module(name)
     monkeypatch.setattr(typing, "TYPE_CHECKING", True)
-    seen = runpy.run_path(str(pulsetrain.__file__))
-    assert {name: seen.get(name) for name in pulsetrain.__all__} == {
-        name: getattr(pulsetrain, name) for name in pulsetrain.__all__
+    seen = runpy.run_path(str(package.__file__), run_name=name)
+    assert {each: seen.get(each) for each in package.__all__} == {
+        each: getattr(package, each) for each in package.__all__
     }
-    assert {name for name, value in seen.items() if getattr(value, "__module__", "").startswith("pulsetrain.")} == set(
-        pulsetrain.__all__
+    own = {each for each, value in seen.items() if getattr(value, "__module__", "").startswith("pulsetrain.")}
+    assert own - {"lazy_names", "__getattr__", "__dir__"} <= set(package.__all__)
+
+
+def loaded_by(*words: str, cwd: Path | None = None) -> set[str]:
+    """The packages that a Python program has imported at its end."""
+    code = "import atexit, sys; atexit.register(lambda: print('\\n' + ' '.join(sys.modules), file=sys.stderr))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + words[0], *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        check=False,
     )
+    return {each.partition(".")[0] for each in done.stderr.splitlines()[-1].split()}
+
+
+COMMAND = "import sys; from pulsetrain.cli import main; sys.exit(main(sys.argv[1:]))"
+SLOW = {"torch", "ignite", "numpy", "structlog"}  # to import
+
+
+@pytest.mark.parametrize(
+    "package", ["pulsetrain", "pulsetrain.engine", "pulsetrain.handlers", "pulsetrain.engine.recording"]
+)
+def test_importing_a_package_imports_nothing_slow(package: str):
+    assert not loaded_by(f"import {package}") & SLOW
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["completion", "bash"], ["train", "--help"], ["nonsense"], ["train"], []]
+)
+def test_what_the_command_line_answers_by_itself_imports_nothing_slow(words: list[str]):
+    assert not loaded_by(COMMAND, *words) & SLOW
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["events", "a"],
+        ["events", "a", "--check"],
+        ["events", "a", "--where", "output['loss'] < 1"],
+        ["diff", "a", "a"],
+        ["export", "a", "--format", "csv"],
+        ["export", "a", "--format", "perfetto"],
+    ],
+)
+def test_reading_a_log_from_the_command_line_imports_nothing_slow(words: list[str], tmp_path: Path):
+    with closing(LogWriter(tmp_path / "a" / "events")) as writer:
+        for n in range(3):
+            writer.add(LoggedEvent(n, "trainer", "iteration_completed", 1, n, output={"loss": 0.5}, seq=n, t=10**18))
+        writer.end()
+    assert not loaded_by(COMMAND, *words, cwd=tmp_path) & SLOW

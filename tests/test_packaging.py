@@ -283,7 +283,7 @@ def test_every_handler_strategy_and_backend_is_a_name_of_the_package():
     wanted = {name for name in engine.__all__ if name.endswith(("Strategy", "Backend"))} | set(handlers.__all__)
     wanted -= {"Backend", "FunctionalBackend", "TrainingStrategy", "AlternatingStrategy"}  # protocols and bases
     missing = wanted - set(pulsetrain.__all__)
-    assert not missing, f"add to _MODULES in pulsetrain/__init__.py: {', '.join(sorted(missing))}"
+    assert not missing, f"add to the names in pulsetrain/__init__.py: {', '.join(sorted(missing))}"
 
 
 def test_ruff_checks_the_real_folders_once():

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.engine import Every, OnError
+from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import Plain
-from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.service import Begin, Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
 from pulsetrain.handlers.run_files.run_folder import make_folder
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from pulsetrain.engine import Engine, Every, MediaLogged, OnError
+from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
-from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
 from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pulsetrain.engine import Every, OnError
+from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import Plain
-from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.service import Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
 
 __all__ = ["TrackioLogger"]

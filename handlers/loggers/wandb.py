@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pulsetrain.engine import ConfigurationError, Every, OnError
 from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import Plain
-from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.service import Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
 from pulsetrain.handlers.run_files.run_folder import make_folder
 

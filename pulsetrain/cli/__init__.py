@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     # imported here, where Ctrl-C is caught: importing torch takes a second or two
-    from pulsetrain.cli.parser import make_parser
+    from pulsetrain.cli.parser import make_parser, run_command
     from pulsetrain.cli.reports import USAGE, report
     from pulsetrain.cli.settings import reject_settings, split_settings
 
@@ -44,9 +44,8 @@ def _run(arguments: Sequence[str]) -> int:
             parser.print_help(sys.stderr)
             return USAGE
         reject_settings(chosen.command, settings)
-        status: int = chosen.run(chosen)
+        return run_command(chosen)
     except SystemExit as leaving:  # argparse has printed the reason
         return leaving.code if isinstance(leaving.code, int) else USAGE
     except Exception as error:
         return report(error)
-    return status

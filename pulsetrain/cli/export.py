@@ -10,45 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pulsetrain.cli.commands.export import ENDINGS
 from pulsetrain.cli.reports import report_damage
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.export import write_csv, write_perfetto, write_tensorboard
 
-__all__ = ["add_arguments"]
+__all__ = ["run"]
 
-ENDINGS = {"perfetto": ".perfetto.json.gz", "tensorboard": ".tensorboard", "csv": ".csv"}
 EVENT_FILE = "events.out.tfevents"  # how the names of TensorBoard's files begin
-HELP = "write a recorded run for other tools"
-DESCRIPTION = """\
-Write a recorded run in a format that other tools read:
-  perfetto     a trace for ui.perfetto.dev and chrome://tracing: engines as tracks; runs,
-               epochs, iterations, validations and checkpoints as slices; losses, learning
-               rate and gradient norm as counters; compressed where PATH ends with .gz
-  tensorboard  a folder for tensorboard --logdir: every scalar at its iteration
-  csv          a row for each event that has numbers, a column for each number
-The run's folder is only read.
-"""
-EPILOG = """\
-examples:
-  pulsetrain export runs/a --format perfetto
-  pulsetrain export runs/a --format csv --into a.csv --force
-
-exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part was exported
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what follows the command."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="the format")
-    parser.add_argument(
-        "--into",
-        type=Path,
-        metavar="PATH",
-        help="a file, or a folder for tensorboard; by default in this folder, named after the run",
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
 def run(arguments: argparse.Namespace) -> int:

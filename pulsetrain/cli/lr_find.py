@@ -9,7 +9,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr, program, until_closed
+from pulsetrain.cli.reports import FAILED, OK, program, until_closed
+from pulsetrain.cli.results import logs_on_stderr
 from pulsetrain.configuration.assemble import assemble
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
@@ -21,40 +22,11 @@ from pulsetrain.handlers import LRFinder
 from pulsetrain.handlers.learning_rate.lr_finder import LRFinderResult
 from pulsetrain.trainer import Trainer
 
-__all__ = ["add_arguments"]
+__all__ = ["run"]
 
 ROWS = 12  # of the table
 # settings that make a run write files or wait for a metric
 _WITHOUT = ("run_dir", "save_every_n_epochs", "early_stopping_patience")
-HELP = "find a learning rate for a configuration"
-SYNOPSIS = (
-    "pulsetrain lr-find CONFIG [--start RATE] [--end RATE] [--iterations N] [--plot FOLDER] "
-    "[--SECTION.SETTING VALUE ...]"
-)
-DESCRIPTION = """\
-Train a few updates at growing learning rates, from the initial weights of a run of this
-configuration, and suggest the rate at which the smoothed loss falls fastest. Nothing is
-written except the plot, if one is asked for. Handlers and validation sets are not used.
-
-Settings of the configuration can be overridden: --training.optimizer sgd
-"""
-EPILOG = """\
-examples:
-  pulsetrain lr-find config.yaml
-  pulsetrain lr-find config.yaml --start 1e-5 --end 1 --iterations 200 --plot found --training.optimizer sgd
-
-exit status: 0 a rate is suggested; 1 no rate is suggested, and the reason is printed; 2 wrong input
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what follows the command."""
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
-    parser.add_argument("--start", metavar="RATE", type=float, default=1e-7, help="the first rate [1e-7]")
-    parser.add_argument("--end", metavar="RATE", type=float, default=10.0, help="the last rate [10]")
-    parser.add_argument("--iterations", metavar="N", type=int, default=100, help="the number of updates [100]")
-    parser.add_argument("--plot", metavar="FOLDER", type=Path, help="write FOLDER/plots/lr_finder.png and .svg")
-    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
 
 
 def run(arguments: argparse.Namespace) -> int:

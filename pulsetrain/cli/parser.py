@@ -1,20 +1,35 @@
 """The parser of the command line.
 
-Each command is a module: HELP, its line in the list of commands; DESCRIPTION; EPILOG, with examples and exit statuses;
-SYNOPSIS, where the usage line of argparse is too long; add_arguments; and run, which gets the arguments and, among
-them, the `settings` of a configuration, and returns the exit status.
+Each command has two modules. `commands.NAME` says what it accepts: HELP, its line in the list of commands; DESCRIPTION;
+EPILOG, with examples and exit statuses; SYNOPSIS, where the usage line of argparse is too long; and add_arguments. It
+imports nothing that takes time. `NAME` has `run`, which gets the arguments and, among them, the `settings` of a
+configuration, and returns the exit status; it is imported when the command is run.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from pulsetrain.cli import completion, config, debug, diff, events, export, fork, lr_find, replay, report, train, verify
+from pulsetrain.cli.commands import (
+    completion,
+    config,
+    debug,
+    diff,
+    events,
+    export,
+    fork,
+    lr_find,
+    replay,
+    report,
+    train,
+    verify,
+)
 
-__all__ = ["CommandParser", "make_parser"]
+__all__ = ["CommandParser", "make_parser", "run_command"]
 
 COMMANDS = (train, config, lr_find, replay, events, diff, verify, fork, debug, report, export, completion)
 
@@ -44,8 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for each in COMMANDS:
+        module = each.__name__.rpartition(".")[2]
         added = commands.add_parser(
-            each.__name__.rpartition(".")[2].replace("_", "-"),
+            module.replace("_", "-"),
             help=each.HELP,
             usage=getattr(each, "SYNOPSIS", None),  # by default argparse's
             description=each.DESCRIPTION,
@@ -54,9 +70,15 @@ def make_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         each.add_arguments(added)
-        added.set_defaults(run=each.run)
+        added.set_defaults(module=module)
     commands.choices["completion"].set_defaults(program=parser, commands=commands.choices)
     return parser
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the chosen command; returns its exit status."""
+    status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
+    return status
 
 
 class _Help(argparse.HelpFormatter):

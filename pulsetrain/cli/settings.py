@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pulsetrain.configuration.parse import SECTIONS
+from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["CONFIGURED", "reject_settings", "split_settings"]

@@ -8,82 +8,19 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 
-from pulsetrain.cli.reports import (
-    FAILED,
-    STOPPED,
-    UNSAVED,
-    logs_on_stderr,
-    output_may_fail,
-    report,
-    resume_command,
-    summary,
-    unsaved,
-)
+from pulsetrain.cli.reports import FAILED, STOPPED, UNSAVED, output_may_fail, report
+from pulsetrain.cli.results import logs_on_stderr, resume_command, summary, unsaved
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.configuration.messages import in_settings
-from pulsetrain.configuration.parse import SECTIONS, read_config
+from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine import ConfigurationError, Events, PulsetrainError
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 
-__all__ = ["add_arguments"]
-
-HELP = "train a run from a configuration file"
-SYNOPSIS = (
-    "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--wait] [--dry-run] "
-    "[--SECTION.SETTING VALUE ...]"
-)
-DESCRIPTION = f"""\
-Train a run from a configuration file: YAML with the sections
-{", ".join(SECTIONS)}.
-model and data are required; the others have defaults.
-
-Settings of the file can be overridden, by their dotted name, with a value in YAML:
-  --training.learning_rate 3e-4        --model.init_args.width 64
-  --training.validate_every '{{updates: 20}}'        (replaces the mapping)
-  --training.validate_every.updates 20             (changes one key of it)
-
-Ctrl-C, SIGTERM and SIGUSR1 stop the run at the next safe point with a checkpoint, and
-print the command that resumes it. A second Ctrl-C or SIGTERM stops it immediately.
-"""
-EPILOG = """\
-examples:
-  pulsetrain train config.yaml
-  pulsetrain train config.yaml --run runs/wide --model.init_args.width 256
-  pulsetrain train config.yaml --resume latest
-  pulsetrain train config.yaml --dry-run
-
-exit status: 0 done; 1 the run failed; 2 wrong input; 4 trained, but the last checkpoint
-could not be saved; 128 + n stopped by signal n
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what follows the command."""
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
-    parser.add_argument(
-        "--run",
-        dest="folder",
-        metavar="FOLDER",
-        help="the run folder, instead of the configuration's; '{n}' in it is the next free number",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="latest|CHECKPOINT",
-        help="resume from the newest checkpoint of the run folder, or of the last numbered one (or start, where there "
-        "is none yet); or from the checkpoint with this path or URL",
-    )
-    parser.add_argument("--wait", action="store_true", help="wait while another process owns the run folder")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="try two batches of training, validation, handlers and a checkpoint; keep nothing",
-    )
-    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+__all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:

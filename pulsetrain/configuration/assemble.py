@@ -14,7 +14,8 @@ from pulsetrain.configuration.claim import Claim, has_checkpoint, resolve_folder
 from pulsetrain.configuration.class_paths import Factory, look_in
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
-from pulsetrain.configuration.parse import SECTIONS, differences, load_yaml
+from pulsetrain.configuration.parse import differences, load_yaml
+from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.engine import ConfigurationError, Events, JaxBackend, PulsetrainError, TorchBackend, backends
 from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.checkpoint import resolve

@@ -15,12 +15,11 @@ from typing import Any
 import yaml
 
 from pulsetrain.configuration.messages import unknown
+from pulsetrain.configuration.sections import NAMED, SECTIONS
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["SECTIONS", "differences", "load_yaml", "read_config"]
+__all__ = ["differences", "load_yaml", "read_config"]
 
-SECTIONS = ("run", "model", "data", "strategy", "backend", "metrics", "training", "handlers")
-NAMED = ("model", "data", "strategy", "backend")  # sections that may be a class path alone
 STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "ProgressBar", "CrashBundle")
 
 

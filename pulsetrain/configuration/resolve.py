@@ -26,8 +26,9 @@ from pulsetrain.configuration.instantiate import (
     spec_of,
 )
 from pulsetrain.configuration.names_0_1 import current_path
-from pulsetrain.configuration.parse import SECTIONS, load_yaml, read_config
+from pulsetrain.configuration.parse import load_yaml, read_config
 from pulsetrain.configuration.rebuild import base_of
+from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Resolved", "resolve"]

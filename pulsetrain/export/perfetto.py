@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.export.scalars import FirstSources
@@ -18,18 +17,18 @@ __all__ = ["trace_events", "write_perfetto"]
 
 # the slices: first event, last event, name, and depth; a slice's end also ends the deeper ones
 _SPANS = (
-    (Events.STARTED, Events.COMPLETED, "run", 0),
-    (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, "epoch", 1),
-    (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, "iteration", 2),
-    (Events.VALIDATION_STARTED, Events.VALIDATION_COMPLETED, "validation", 3),
-    (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, "batch", 3),
-    (Events.ROLLOUT_STARTED, Events.ROLLOUT_COMPLETED, "rollout", 4),
+    ("started", "completed", "run", 0),
+    ("epoch_started", "epoch_completed", "epoch", 1),
+    ("iteration_started", "iteration_completed", "iteration", 2),
+    ("validation_started", "validation_completed", "validation", 3),
+    ("get_batch_started", "get_batch_completed", "batch", 3),
+    ("rollout_started", "rollout_completed", "rollout", 4),
 )
-_BEGINS = {first.value: (name, depth) for first, _, name, depth in _SPANS}
-_ENDS = {last.value: (name, depth) for _, last, name, depth in _SPANS}
-_RAISED = Events.EXCEPTION_RAISED.value  # ends all open slices
-_SAVED = Events.CHECKPOINT_SAVED.value
-_COUNTED = frozenset({Events.GRADIENTS_READY.value, Events.OPTIMIZER_STEP_COMPLETED.value})  # shown only by counters
+_BEGINS = {first: (name, depth) for first, _, name, depth in _SPANS}
+_ENDS = {last: (name, depth) for _, last, name, depth in _SPANS}
+_RAISED = "exception_raised"  # ends all open slices
+_SAVED = "checkpoint_saved"
+_COUNTED = frozenset({"gradients_ready", "optimizer_step_completed"})  # shown only by counters
 _COUNTERS = ("learning_rate", "grad_norm", "return", "reward", "kl")
 _PROCESS = 1
 _SAVES = 1000  # first thread id of the checkpoints' tracks: a save may overlap with training

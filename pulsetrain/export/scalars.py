@@ -6,27 +6,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.blocks import SEAM
 from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import Json
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
-from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
 __all__ = ["SUMMARIES", "FirstSources", "scalars_of"]
 
-# they repeat what other events hold: means over iterations, and metrics that may be of an earlier validation
-SUMMARIES = frozenset({Events.METRICS_LOGGED.value, Events.EPOCH_COMPLETED.value})
+# Events by their values, as in a log: `Events` would need torch.
+# They repeat what other events hold: means over iterations, and metrics that may be of an earlier validation.
+SUMMARIES = frozenset({"metrics_logged", "epoch_completed"})
 
 # their numbers are limits, positions and digests, not measurements
 _NOT_MEASURED = frozenset(
-    {Events.STARTED.value, Events.EPOCH_STARTED.value, Events.CHECKPOINT_LOADED.value, SEAM}
-    | {event.value for event in FingerprintEvents}
+    {"started", "epoch_started", "checkpoint_loaded", SEAM, "state_fingerprinted", "batch_fingerprinted"}
 )
-_FULL = frozenset({Events.GRADIENTS_READY.value})  # the fields of its payload are full names
-_UPDATED = Events.OPTIMIZER_STEP_COMPLETED.value
-_ROUNDS = frozenset(event.value for event in METRIC_EVENTS)
+_FULL = frozenset({"gradients_ready"})  # the fields of its payload are full names
+_UPDATED = "optimizer_step_completed"
+_ROUNDS = frozenset({"validation_completed", "rollout_completed", "policy_updated"})
 _RATE = "learning_rate"
 
 

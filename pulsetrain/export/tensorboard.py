@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
+from pulsetrain.engine.optional import load_optional
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.export.scalars import FirstSources
-from pulsetrain.handlers.loggers.optional import load_optional
 
 __all__ = ["write_tensorboard"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.optional import load_optional
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.facts import read_facts
 from pulsetrain.report.figure import PALETTE, ReportedRun, figure_of

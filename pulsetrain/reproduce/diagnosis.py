@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pulsetrain.engine.environment import environment_differences
 from pulsetrain.engine.recording import Divergence, LoggedEvent
+from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 

@@ -14,9 +14,10 @@ from pulsetrain.engine import Backend, CheckpointError, State
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
-from pulsetrain.engine.environment import describe_environment, environment_differences
+from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of

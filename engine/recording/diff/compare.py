@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pulsetrain.engine.environment import environment_differences
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.engine.recording.diff.fields import differing_fields, same
 from pulsetrain.engine.recording.diff.growth import Growth, measure_growth
 from pulsetrain.engine.recording.diff.result import Divergence, LogDiff, Missing

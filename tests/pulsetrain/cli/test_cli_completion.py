@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from pulsetrain.cli import main
+from pulsetrain.cli.completed_settings import SETTINGS
+from pulsetrain.config import PRECISIONS, TrainingConfig
+from pulsetrain.configuration.assemble import STRATEGIES
+from pulsetrain.configuration.sections import NAMED, SECTIONS
+from pulsetrain.engine.optimizers.registry import NAMES as OPTIMIZERS
+from pulsetrain.engine.schedules.named import NAMES as SCHEDULES
 
 pytest.importorskip("shtab")
 
@@ -89,3 +97,20 @@ def test_without_the_package_its_extra_is_named(
     monkeypatch.setitem(__import__("sys").modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
     assert "pip install 'pulsetrain[completion]'" in capsys.readouterr().err
+
+
+def test_the_script_knows_every_setting_and_its_choices():
+    choices: dict[str, Iterable[str]] = {
+        "training.optimizer": OPTIMIZERS,
+        "training.schedule": SCHEDULES,
+        "training.precision": PRECISIONS,
+        "training.compile": ("true", "false"),
+        "strategy": STRATEGIES,
+        "strategy.class_path": STRATEGIES,
+    }
+    names = [
+        *(f"training.{each.name}" for each in fields(TrainingConfig)),
+        *(section for section in SECTIONS if section not in ("run", "training")),
+        *(f"{section}.class_path" for section in NAMED),
+    ]
+    assert {name: tuple(sorted(choices[name])) if name in choices else None for name in names} == SETTINGS

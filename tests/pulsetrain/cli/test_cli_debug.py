@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pulsetrain.cli import debug
+from pulsetrain.cli.commands.debug import add_arguments
 from pulsetrain.debugger.commands import Command, Commands
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine.errors import ConfigurationError
@@ -67,7 +68,7 @@ class Pipe(io.StringIO):
 def piped(monkeypatch: pytest.MonkeyPatch, run: Path, text: str | bytes, *words: str) -> int:
     monkeypatch.setattr(sys, "stdin", Pipe(text.encode() if isinstance(text, str) else text))
     parser = argparse.ArgumentParser()
-    debug.add_arguments(parser)
+    add_arguments(parser)
     arguments = parser.parse_args([str(run), *words])
     return debug.run(arguments)
 

@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 
 from pulsetrain.cli import export
+from pulsetrain.cli.commands.export import add_arguments
+from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
-from pulsetrain.export import scalars_of, write_csv, write_perfetto, write_tensorboard
+from pulsetrain.engine.recording.log.blocks import SEAM
+from pulsetrain.export import perfetto, scalars, scalars_of, write_csv, write_perfetto, write_tensorboard
 from pulsetrain.export.scalars import FirstSources
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
 T = 1_763_000_000_000_000_000
 MS = 1_000_000
@@ -78,7 +83,7 @@ def run(tmp_path: Path) -> Path:
 
 def command(*words: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    export.add_arguments(parser)
+    add_arguments(parser)
     arguments = parser.parse_args([*map(str, words)])
     return export.run(arguments)
 
@@ -377,3 +382,12 @@ class TestCommand:
         assert command(tmp_path / "run", "--format", "csv", "--into", tmp_path / "a.csv") == 0
         assert (tmp_path / "a.csv").read_text() == "epoch,iteration,engine,event,time\n"
         assert trace_of(tmp_path / "run", tmp_path / "a.json")[0]["name"] == "process_name"
+
+
+def test_the_events_that_an_export_names_exist():
+    named = {each for first, last, *_ in perfetto._SPANS for each in (first, last)}
+    named |= {perfetto._RAISED, perfetto._SAVED, *perfetto._COUNTED, *scalars.SUMMARIES, *scalars._NOT_MEASURED}
+    named |= {*scalars._FULL, scalars._UPDATED, *scalars._ROUNDS}
+    assert named - {SEAM} <= {event.value for event in (*Events, *FingerprintEvents)}
+    assert {event.value for event in METRIC_EVENTS} == scalars._ROUNDS
+    assert {event.value for event in FingerprintEvents} <= scalars._NOT_MEASURED

@@ -1,0 +1,1 @@
+"""What each command accepts. These modules import nothing slow, so that help, completion and errors are quick."""

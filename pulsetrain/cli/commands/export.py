@@ -1,0 +1,40 @@
+"""What `pulsetrain export` accepts, and its help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["ENDINGS", "add_arguments"]
+
+ENDINGS = {"perfetto": ".perfetto.json.gz", "tensorboard": ".tensorboard", "csv": ".csv"}
+HELP = "write a recorded run for other tools"
+DESCRIPTION = """\
+Write a recorded run in a format that other tools read:
+  perfetto     a trace for ui.perfetto.dev and chrome://tracing: engines as tracks; runs,
+               epochs, iterations, validations and checkpoints as slices; losses, learning
+               rate and gradient norm as counters; compressed where PATH ends with .gz
+  tensorboard  a folder for tensorboard --logdir: every scalar at its iteration
+  csv          a row for each event that has numbers, a column for each number
+The run's folder is only read.
+"""
+EPILOG = """\
+examples:
+  pulsetrain export runs/a --format perfetto
+  pulsetrain export runs/a --format csv --into a.csv --force
+
+exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part was exported
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="the format")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PATH",
+        help="a file, or a folder for tensorboard; by default in this folder, named after the run",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")

@@ -1,0 +1,88 @@
+"""The settings that every configuration has, with the values to choose from, for the completion script.
+
+They stand here a second time, since a shell runs `pulsetrain completion` at its start, and the classes that define them
+need torch; tests/pulsetrain/cli/test_cli_completion.py compares the two.
+"""
+
+from __future__ import annotations
+
+__all__ = ["SETTINGS"]
+
+_STRATEGIES = (
+    "DPOStrategy",
+    "GRPOStrategy",
+    "PPOStrategy",
+    "PretrainStrategy",
+    "SFTStrategy",
+    "SupervisedStrategy",
+    "dpo",
+    "grpo",
+    "ppo",
+    "pretrain",
+    "sft",
+    "supervised",
+)
+SETTINGS: dict[str, tuple[str, ...] | None] = {
+    "training.max_epochs": None,
+    "training.max_iterations": None,
+    "training.max_updates": None,
+    "training.max_tokens": None,
+    "training.optimizer": (
+        "adadelta",
+        "adagrad",
+        "adam",
+        "adamw",
+        "lion",
+        "muon",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "schedule_free_adamw",
+        "schedule_free_sgd",
+        "sgd",
+    ),
+    "training.learning_rate": None,
+    "training.weight_decay": None,
+    "training.no_decay": None,
+    "training.optimizer_options": None,
+    "training.schedule": (
+        "constant",
+        "cosine",
+        "cosine_with_restarts",
+        "exponential",
+        "inverse_sqrt",
+        "linear",
+        "multi_step",
+        "one_cycle",
+        "polynomial",
+        "step",
+        "wsd",
+    ),
+    "training.warmup_steps": None,
+    "training.min_lr_ratio": None,
+    "training.schedule_options": None,
+    "training.accumulate": None,
+    "training.clip_grad_norm": None,
+    "training.clip_grad_value": None,
+    "training.precision": ("bf16", "fp16", "fp32"),
+    "training.device": None,
+    "training.compile": ("false", "true"),
+    "training.activation_checkpointing": None,
+    "training.seed": None,
+    "training.skip_batches": None,
+    "training.validate_every": None,
+    "training.log_every_n_steps": None,
+    "training.run_dir": None,
+    "training.save_every_n_epochs": None,
+    "training.early_stopping_patience": None,
+    "model": None,
+    "data": None,
+    "strategy": _STRATEGIES,
+    "backend": None,
+    "metrics": None,
+    "handlers": None,
+    "model.class_path": None,
+    "data.class_path": None,
+    "strategy.class_path": _STRATEGIES,
+    "backend.class_path": None,
+}

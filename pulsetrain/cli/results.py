@@ -1,0 +1,111 @@
+"""What the commands that train print: results, log lines, and the command that resumes a run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+from tqdm import tqdm
+
+from pulsetrain.cli.reports import program
+from pulsetrain.configuration.assemble import Assembly
+from pulsetrain.configuration.claim import has_checkpoint
+from pulsetrain.engine.checkpoint import find_checkpoints
+from pulsetrain.engine.checkpoint.manifest import is_checkpoint_name
+from pulsetrain.engine.checkpoint.reader import step_of
+from pulsetrain.export.event_formats import format_count
+from pulsetrain.handlers import Checkpointer
+
+__all__ = ["logs_on_stderr", "resume_command", "run_folder", "summary", "unsaved"]
+
+
+def summary(assembly: Assembly, seconds: float) -> str:
+    """The results of a run, and where they are."""
+    trainer, folder = assembly.trainer, assembly.folder
+    state = trainer.state
+    unit = getattr(trainer.strategy, "loss_unit", "")
+    counts = [format_count(getattr(state, thing), thing) for thing in ("iteration", "update", "epoch")]
+    if state.tokens:
+        counts.append(format_count(state.tokens, "token"))
+    rows = [("stopped", state.stop_reason or "at its end"), ("trained", f"{', '.join(counts)}, {seconds:.0f} s")]
+    for name, value in state.metrics.items():
+        rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}"))
+    rows += [("not saved", text) for text in unsaved(assembly)]
+    curve = folder / "plots" / "loss.png"
+    paths = [("loss curve", str(curve))] if curve.exists() else []
+    paths.append(("run folder", str(folder)))
+    width = max(len(name) for name, _ in rows + paths) + 2
+    summaries = [handler.summary() for handler in trainer.handlers if callable(getattr(handler, "summary", None))]
+    lines = ["", *_table(rows, width)]
+    for text in filter(None, summaries):
+        lines += ["", text, ""]
+    return "\n".join([*lines, *_table(paths, width)])
+
+
+def unsaved(assembly: Assembly) -> list[str]:
+    """For each Checkpointer whose last save failed: why, and what there is instead."""
+    texts = []
+    for handler in assembly.trainer.handlers:
+        if isinstance(handler, Checkpointer) and handler.failure is not None:
+            try:
+                steps = [step_of(each) for each in find_checkpoints(handler.manager.checkpoint_dir)]
+            except OSError:
+                steps = []
+            there = f"the newest checkpoint is of iteration {max(steps)}" if steps else "there is no checkpoint"
+            texts.append(f"the final state: {handler.failure}; {there}")
+    return texts
+
+
+def _table(rows: list[tuple[str, str]], width: int) -> list[str]:
+    return [f"{name:<{width}}{text}" for name, text in rows]
+
+
+def resume_command(assembly: Assembly, config: Path, settings: Mapping[str, str]) -> str:
+    """The command that resumes a run."""
+    if not has_checkpoint(assembly.trainer):
+        return "resume: not possible, no checkpoint was saved; add a Checkpointer to the handlers"
+    words = [*program(), "train", str(config), "--run", str(assembly.folder), "--resume", "latest"]
+    for name, value in settings.items():
+        words += [f"--{name}={value}"]
+    return f"resume: {shlex.join(words)}"
+
+
+@contextmanager
+def logs_on_stderr() -> Iterator[None]:
+    """Write log lines to standard error, without breaking a progress bar."""
+    before = structlog.get_config()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.dev.ConsoleRenderer(colors=False, pad_level=False, pad_event_to=0),
+        ],
+        logger_factory=lambda *names: _StandardError(),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+class _StandardError:
+    """Writes lines; a progress bar is drawn again below them."""
+
+    def msg(self, line: str) -> None:
+        tqdm.write(line, file=sys.stderr)
+
+    debug = info = warning = warn = error = critical = exception = failure = msg
+
+
+def run_folder(path: Path) -> Path:
+    """A run folder on the command line, or the one that holds a checkpoint there, such as RUN/checkpoints/best.
+
+    >>> run_folder(Path("runs/a")).as_posix(), run_folder(Path("runs/a/checkpoints/best")).as_posix()
+    ('runs/a', 'runs/a')
+    """
+    is_checkpoint = path.name in ("best", "latest") or is_checkpoint_name(path.name)
+    return path.parent.parent if is_checkpoint and path.parent.name == "checkpoints" else path
