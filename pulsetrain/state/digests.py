@@ -82,7 +82,7 @@ def state_of_generator(generator: object) -> Hashable:
 
 
 def _bits_of_numpys(value: np.ndarray) -> Hashable:
-    few = value if value.size <= _WHOLE else value.reshape(-1)[:: value.size // _SAMPLED]
+    few = value if value.size <= _WHOLE else value.flat[:: value.size // _SAMPLED]  # reshape() may copy all of it
     return str(value.dtype), value.shape, hash(few.tobytes())
 
 

@@ -47,6 +47,7 @@ _BYTES = (bytearray, memoryview, array)
 _OPAQUE = (type, ModuleType, IgniteEngine, DataLoader)
 _CONSTANT = (Enum, torch.dtype, torch.device, torch.Size, np.dtype, range, slice, re.Pattern, PurePath)
 _NOTES = ("deprecation_warnings", "warnings_issued")  # what transformers has warned about
+_SHORT = 64  # characters
 _READ, _READ_OF_EACH = 1000, 256  # how many tensors inside of containers are read, and how many elements of each
 
 
@@ -123,11 +124,11 @@ class Fingerprint:
         """What has the same text for equal values; different types never have."""
         kind, name = type(value), id(type(value))
         if kind in _TYPES and kind is not int:
-            return name, value
+            return name, _brief(value)
         if isinstance(value, int):
             return name, hex(value)  # python refuses to write long ones as decimals
         if isinstance(value, _PLAIN):  # of a class of the user's, which may have a text of its own
-            return name, next(plain.__repr__(value) for plain in _PLAIN if isinstance(value, plain))
+            return name, _brief(next(plain.__repr__(value) for plain in _PLAIN if isinstance(value, plain)))
         self._left -= 1
         if self._left < 0:
             return self._not_seen(name)
@@ -172,7 +173,7 @@ class Fingerprint:
             return kind, self._module(value, depth)
         if isinstance(value, _BaseDataLoaderIter):
             return kind, vars(value)["_num_yielded"]
-        if keeps_state(value):
+        if keeps_state(value) and keeps_state(type(value)):  # else it answers to any name
             return kind, self._summary(value.state_dict(), _STATE_DEPTH)
         if not function and package_of(value) == "ignite":
             return kind
@@ -208,6 +209,8 @@ class Fingerprint:
         if not has_memory(value):
             return id(value), counted_writes(value), tuple(value.shape)
         self._unread -= 1
+        if self._unread >= 0 and 0 < value.numel() <= _READ_OF_EACH:  # all of it: an equal one may have been made anew
+            return str(value.dtype), tuple(value.shape), bits_of(value.detach().reshape(-1))
         few: Hashable = None
         if self._unread >= 0 and value.numel():
             flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()[:_READ_OF_EACH]
@@ -225,7 +228,7 @@ class Fingerprint:
             items = list(islice(cast("Iterable[object]", value), self._left + 1))
             if _TYPES.issuperset(map(type, items)):  # without a call for each
                 self._left -= len(items)
-                read = items
+                read = [_brief(each) for each in items]
             else:
                 read = [self._summary(each, depth - 1) for each in items]
             if isinstance(value, (set, frozenset)):  # whose order depends on how they were filled
@@ -281,6 +284,13 @@ def attributes_of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
     for name, value in own_attributes(module):
         if f"{name}_orig" not in parameters and f"{name}_g" not in parameters:
             yield name, value
+
+
+def _brief(value: object) -> object:
+    """A text as it is if it is short, or else its length and hash: a data set may hold its pictures as bytes."""
+    if not isinstance(value, str | bytes) or len(value) <= _SHORT:
+        return value
+    return isinstance(value, str), len(value), hash(value)  # which text and bytes of the same characters share
 
 
 def _name_of(function: object) -> str:

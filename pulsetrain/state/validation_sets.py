@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from pulsetrain.engine.data.loaders import can_be_keyed
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.handler_registry import state_of
 from pulsetrain.state.loader_parts import parts_of_loader, stateful_parts
@@ -22,7 +23,8 @@ Loaders = Mapping[str, Iterable[object]]
 def states_of_sets(loaders: Loaders, train_loader: object) -> dict[str, StateDict]:
     """The states of those sets that have some, between two validations.
 
-    What a set shares with the training data is left out: the position in that data says what it is.
+    What a set shares with the training data is left out, because the position in that data says what it is. A shared
+    generator is not: the order of data that can be keyed does not draw from it.
 
     >>> loader = DataLoader(range(4), shuffle=True, generator=torch.Generator())
     >>> [(name, list(state["generators"])) for name, state in states_of_sets({"val": loader}, []).items()]
@@ -47,16 +49,22 @@ def load_states_of_sets(loaders: Loaders, train_loader: object, saved: Mapping[s
         parts, generators = _found_in(loader, train_loader)
         state: Mapping[str, Any] = saved.get(name, {"parts": {}, "generators": {}})
         for path, part in parts.items():
-            if path in state["parts"]:
+            if path not in state["parts"]:
+                lacking.append(f"{name}: {path}")
+                continue
+            try:
                 part.load_state_dict(deepcopy(state["parts"][path]))
+            except (
+                Exception
+            ) as error:  # of another sampler than the one that was saved: the weights do not depend on it
+                lacking.append(f"{name}: {path} ({type(error).__name__}: {error})")
         for path, generator in generators.items():
             if path in state["generators"]:
                 generator.set_state(state["generators"][path])
-        lacking += [f"{name}: {path}" for path in parts.keys() - state["parts"].keys()]
         lacking += [f"{name}: {path}" for path in generators.keys() - state["generators"].keys()]
     if lacking:
         get_logger("pulsetrain").warning(
-            "the checkpoint has no state for parts of validation sets, which start from their beginning",
+            "the checkpoint has no state that fits parts of validation sets, which start from their beginning",
             parts=sorted(lacking),
         )
 
@@ -64,7 +72,8 @@ def load_states_of_sets(loaders: Loaders, train_loader: object, saved: Mapping[s
 def _found_in(loader: object, train_loader: object) -> tuple[dict[str, Stateful], dict[str, torch.Generator]]:
     """The parts of a set that keep state, and its loader's generators, by their paths."""
     shared = {id(part) for _, part in parts_of_loader(train_loader)}
-    shared |= {id(each) for _, each in _generators_of(train_loader)}
+    if not can_be_keyed(train_loader):
+        shared |= {id(each) for _, each in _generators_of(train_loader)}
     parts = {path: part for path, part in stateful_parts(loader).items() if id(part) not in shared}
     generators: dict[str, torch.Generator] = {}
     for path, generator in _generators_of(loader):

@@ -240,6 +240,13 @@ def a_validation_set_is_shuffled_with_a_generator_of_its_own() -> dict[str, Any]
 
 
 @case(slow=True)
+def a_validation_set_is_shuffled_with_the_generator_of_the_training_data() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    train = DataLoader(pairs(ROWS), BATCH, shuffle=True, generator=generator)
+    return {**validated(shuffle=True, generator=generator), "train_loader": train}
+
+
+@case(slow=True)
 def a_validation_set_has_a_batch_sampler_with_a_generator_of_its_own() -> dict[str, Any]:
     sampler = RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(5))
     return validated() | {"val_loader": DataLoader(pairs(ROWS), batch_sampler=BatchSampler(sampler, 6, drop_last=True))}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -132,6 +133,24 @@ def a_model_that_the_user_has_compiled() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ handlers and saves
+
+
+@case()
+def a_metric_of_torchmetrics_that_the_user_has_written() -> dict[str, Any]:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Total(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            self.total += (outputs - targets).abs().sum()
+
+        def compute(self) -> Tensor:
+            return self.total
+
+    return {"metrics": {"total": Total()}, "val_loader": DataLoader(pairs(8), BATCH)}
 
 
 @case()

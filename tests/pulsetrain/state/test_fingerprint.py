@@ -53,6 +53,8 @@ VALUES = [
     lambda: {"a": -2}, lambda: {-1}, lambda: {-2}, lambda: frozenset([-1]), lambda: float("nan"), lambda: [-1, -2],
     lambda: [-2, -1], lambda: range(3), lambda: torch.zeros(3), lambda: torch.ones(3), lambda: np.zeros(3),
     lambda: np.float32(1), lambda: np.float64(1), lambda: np.float64(2), read_only(1), read_only(2),
+    lambda: "a" * 99 + "b", lambda: "a" * 100, lambda: b"a" * 100, lambda: ["a" * 100], lambda: ["a" * 99 + "b"],
+    lambda: [torch.zeros(3)], lambda: [torch.ones(3)], lambda: [torch.ones(3, dtype=torch.int32)],
     of_jax(1.0), of_jax([1.0, 2.0]), of_jax([1.0, 3.0]), of_jax([-1]), of_jax([-2]), key_of_jax(0), key_of_jax(1),
 ]  # fmt: skip
 

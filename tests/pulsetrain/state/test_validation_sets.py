@@ -39,12 +39,41 @@ def test_a_set_continues_with_the_order_and_the_rows_that_it_would_have_had():
     assert second not in (first, third)
 
 
+class OfAnotherKind(DataLoader[Any]):
+    """A loader whose order cannot be keyed: each pass seeds its generator."""
+
+
 def test_what_is_shared_with_the_training_data_is_left_out():
     rows, generator = SavedRows(), torch.Generator()
-    train = DataLoader(rows, 4, shuffle=True, generator=generator)
+    train = OfAnotherKind(rows, 4, shuffle=True, generator=generator)
     shared = DataLoader(Subset(rows, range(8)), 4, shuffle=True, generator=generator)
     assert states_of_sets({"shared": train}, train) == states_of_sets({"shared": shared}, train) == {}
     assert states_of_sets({"list": [1, 2], "plain": DataLoader(pairs(ROWS), 4, shuffle=True)}, train) == {}
+
+
+def test_a_generator_is_saved_that_the_order_of_the_training_data_does_not_draw_from():
+    rows, generator = pairs(ROWS), torch.Generator().manual_seed(3)
+    train = DataLoader(rows, 4, shuffle=True, generator=generator)
+    sets = {"val": DataLoader(rows, 4, shuffle=True, generator=generator)}
+    saved = states_of_sets(sets, train)
+    assert {name: list(state["parts"]) for name, state in saved.items()} == {"val": []}
+    first = batches(sets["val"])
+    load_states_of_sets(sets, train, saved)
+    assert batches(sets["val"]) == first != batches(sets["val"])
+
+
+class Positions(SavedShuffling):
+    """A sampler that cannot load what another one saved."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.place = state["place"]
+
+
+def test_a_part_that_cannot_load_what_was_saved_is_reported_and_does_not_stop_the_run():
+    saved = states_of_sets({"val": DataLoader(pairs(ROWS), 4, sampler=SavedShuffling())}, [])
+    with structlog.testing.capture_logs() as logs:
+        load_states_of_sets({"val": DataLoader(pairs(ROWS), 4, sampler=Positions())}, [], saved)
+    assert [each["parts"] for each in logs] == [["val: sampler (KeyError: 'place')"]]
 
 
 def test_what_a_checkpoint_lacks_is_reported():
