@@ -184,39 +184,39 @@ if TYPE_CHECKING:
     from pulsetrain.engine.training_run import (
         is_training_run as is_training_run,
     )
-
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "pulsetrain.engine.backends": ("FunctionalBackend", "JaxBackend", "TorchBackend"),
-        "pulsetrain.engine.backends.core": ("TrainerCore",),
-        "pulsetrain.engine.errors": (
-            "ArgumentTypeError", "CheckpointError", "ConfigurationError", "MetricNotFoundError", "PulsetrainError",
-            "RecordingError", "RunFolderError"
-        ),
-        "pulsetrain.engine.events.bus": ("EventBus",),
-        "pulsetrain.engine.events.cadence": ("Every",),
-        "pulsetrain.engine.events.engine": ("Engine",),
-        "pulsetrain.engine.events.ignite_factories": (
-            "convert_tensor", "create_supervised_evaluator", "create_supervised_trainer"
-        ),
-        "pulsetrain.engine.events.names": ("Event", "EventEnum", "Events"),
-        "pulsetrain.engine.events.payloads": (
-            "AnomalyDetected", "CheckpointLoaded", "CheckpointSaved", "EpochTerminated", "ExceptionRaised",
-            "GradientsReady", "HandlerFailed", "MediaLogged", "MetricsLogged", "OptimizerStepCompleted",
-            "PolicyUpdated", "Preempted", "RewardsComputed", "RolloutCompleted", "Terminated", "ValidationCompleted"
-        ),
-        "pulsetrain.engine.events.state": ("State",),
-        "pulsetrain.engine.events.subscription": ("FIRST", "LAST", "OnError", "Order", "Phase", "Subscription"),
-        "pulsetrain.engine.step.accumulation": ("Accumulate",),
-        "pulsetrain.engine.step.backend": ("Backend", "ModelStore"),
-        "pulsetrain.engine.step.protocols": (
-            "AlternatingStrategy", "BackendSettings", "GradientInfo", "ModelState", "Optimizer", "TrainingBatch",
-            "TrainingResult", "TrainingStrategy"
-        ),
-        "pulsetrain.engine.strategies": (
-            "DPOStrategy", "GRPOStrategy", "PPOStrategy", "PretrainStrategy", "SFTStrategy", "SupervisedStrategy"
-        ),
-        "pulsetrain.engine.training_run": ("TrainingRun", "is_training_run"),
-    },
-)  # fmt: skip
+else:  # which type checkers do not see: to them, an unknown name is an error
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "pulsetrain.engine.backends": ("FunctionalBackend", "JaxBackend", "TorchBackend"),
+            "pulsetrain.engine.backends.core": ("TrainerCore",),
+            "pulsetrain.engine.errors": (
+                "ArgumentTypeError", "CheckpointError", "ConfigurationError", "MetricNotFoundError", "PulsetrainError",
+                "RecordingError", "RunFolderError"
+            ),
+            "pulsetrain.engine.events.bus": ("EventBus",),
+            "pulsetrain.engine.events.cadence": ("Every",),
+            "pulsetrain.engine.events.engine": ("Engine",),
+            "pulsetrain.engine.events.ignite_factories": (
+                "convert_tensor", "create_supervised_evaluator", "create_supervised_trainer"
+            ),
+            "pulsetrain.engine.events.names": ("Event", "EventEnum", "Events"),
+            "pulsetrain.engine.events.payloads": (
+                "AnomalyDetected", "CheckpointLoaded", "CheckpointSaved", "EpochTerminated", "ExceptionRaised",
+                "GradientsReady", "HandlerFailed", "MediaLogged", "MetricsLogged", "OptimizerStepCompleted",
+                "PolicyUpdated", "Preempted", "RewardsComputed", "RolloutCompleted", "Terminated", "ValidationCompleted"
+            ),
+            "pulsetrain.engine.events.state": ("State",),
+            "pulsetrain.engine.events.subscription": ("FIRST", "LAST", "OnError", "Order", "Phase", "Subscription"),
+            "pulsetrain.engine.step.accumulation": ("Accumulate",),
+            "pulsetrain.engine.step.backend": ("Backend", "ModelStore"),
+            "pulsetrain.engine.step.protocols": (
+                "AlternatingStrategy", "BackendSettings", "GradientInfo", "ModelState", "Optimizer", "TrainingBatch",
+                "TrainingResult", "TrainingStrategy"
+            ),
+            "pulsetrain.engine.strategies": (
+                "DPOStrategy", "GRPOStrategy", "PPOStrategy", "PretrainStrategy", "SFTStrategy", "SupervisedStrategy"
+            ),
+            "pulsetrain.engine.training_run": ("TrainingRun", "is_training_run"),
+        },
+    )  # fmt: skip

@@ -70,39 +70,39 @@ if TYPE_CHECKING:
     from pulsetrain.handlers.plots.plots import Plots as Plots
     from pulsetrain.handlers.recorder.event_recorder import EventRecorder as EventRecorder
     from pulsetrain.handlers.recorder.fingerprints import Fingerprints as Fingerprints
-
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "pulsetrain.handlers.averaging.ema": ("EMA",),
-        "pulsetrain.handlers.averaging.swa": ("SWA",),
-        "pulsetrain.handlers.callback": ("Callback", "CallbackList"),
-        "pulsetrain.handlers.checkpointing.best_model": ("BestModel",),
-        "pulsetrain.handlers.checkpointing.checkpointer": ("Checkpointer",),
-        "pulsetrain.handlers.crash.crash_bundle": ("CrashBundle",),
-        "pulsetrain.handlers.crash.hang_watchdog": ("HangWatchdog",),
-        "pulsetrain.handlers.guards.early_stopping": ("EarlyStopping",),
-        "pulsetrain.handlers.guards.limits": ("StepLimit", "TimeLimit"),
-        "pulsetrain.handlers.guards.loss_spike_guard": ("LossSpikeGuard",),
-        "pulsetrain.handlers.guards.nan_guard": ("NaNGuard",),
-        "pulsetrain.handlers.learning_rate.lr_finder": ("LRFinder",),
-        "pulsetrain.handlers.learning_rate.lr_monitor": ("LRMonitor",),
-        "pulsetrain.handlers.learning_rate.lr_scheduler": ("LRScheduler",),
-        "pulsetrain.handlers.learning_rate.reduce_lr_on_plateau": ("ReduceLROnPlateau",),
-        "pulsetrain.handlers.loggers": (
-            "ConsoleLogger", "CSVLogger", "JSONLinesLogger", "MetricLogger", "MLflowLogger", "TensorBoardLogger",
-            "TrackioLogger", "WandbLogger"
-        ),
-        "pulsetrain.handlers.loggers.progress_bar": ("ProgressBar",),
-        "pulsetrain.handlers.monitors.alert": ("Alert",),
-        "pulsetrain.handlers.monitors.garbage": ("Garbage",),
-        "pulsetrain.handlers.monitors.gradient_monitor": ("GradientMonitor",),
-        "pulsetrain.handlers.monitors.memory_monitor": ("MemoryMonitor",),
-        "pulsetrain.handlers.monitors.profiler": ("Profiler",),
-        "pulsetrain.handlers.monitors.sample_text": ("SampleText",),
-        "pulsetrain.handlers.monitors.throughput": ("Throughput",),
-        "pulsetrain.handlers.plots.plots": ("Plots",),
-        "pulsetrain.handlers.recorder.event_recorder": ("EventRecorder",),
-        "pulsetrain.handlers.recorder.fingerprints": ("Fingerprints",),
-    },
-)  # fmt: skip
+else:  # which type checkers do not see: to them, an unknown name is an error
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "pulsetrain.handlers.averaging.ema": ("EMA",),
+            "pulsetrain.handlers.averaging.swa": ("SWA",),
+            "pulsetrain.handlers.callback": ("Callback", "CallbackList"),
+            "pulsetrain.handlers.checkpointing.best_model": ("BestModel",),
+            "pulsetrain.handlers.checkpointing.checkpointer": ("Checkpointer",),
+            "pulsetrain.handlers.crash.crash_bundle": ("CrashBundle",),
+            "pulsetrain.handlers.crash.hang_watchdog": ("HangWatchdog",),
+            "pulsetrain.handlers.guards.early_stopping": ("EarlyStopping",),
+            "pulsetrain.handlers.guards.limits": ("StepLimit", "TimeLimit"),
+            "pulsetrain.handlers.guards.loss_spike_guard": ("LossSpikeGuard",),
+            "pulsetrain.handlers.guards.nan_guard": ("NaNGuard",),
+            "pulsetrain.handlers.learning_rate.lr_finder": ("LRFinder",),
+            "pulsetrain.handlers.learning_rate.lr_monitor": ("LRMonitor",),
+            "pulsetrain.handlers.learning_rate.lr_scheduler": ("LRScheduler",),
+            "pulsetrain.handlers.learning_rate.reduce_lr_on_plateau": ("ReduceLROnPlateau",),
+            "pulsetrain.handlers.loggers": (
+                "ConsoleLogger", "CSVLogger", "JSONLinesLogger", "MetricLogger", "MLflowLogger", "TensorBoardLogger",
+                "TrackioLogger", "WandbLogger"
+            ),
+            "pulsetrain.handlers.loggers.progress_bar": ("ProgressBar",),
+            "pulsetrain.handlers.monitors.alert": ("Alert",),
+            "pulsetrain.handlers.monitors.garbage": ("Garbage",),
+            "pulsetrain.handlers.monitors.gradient_monitor": ("GradientMonitor",),
+            "pulsetrain.handlers.monitors.memory_monitor": ("MemoryMonitor",),
+            "pulsetrain.handlers.monitors.profiler": ("Profiler",),
+            "pulsetrain.handlers.monitors.sample_text": ("SampleText",),
+            "pulsetrain.handlers.monitors.throughput": ("Throughput",),
+            "pulsetrain.handlers.plots.plots": ("Plots",),
+            "pulsetrain.handlers.recorder.event_recorder": ("EventRecorder",),
+            "pulsetrain.handlers.recorder.fingerprints": ("Fingerprints",),
+        },
+    )  # fmt: skip

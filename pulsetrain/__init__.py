@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pulsetrain.engine.lazy_names import lazy_names
-from pulsetrain.handlers import __all__ as HANDLERS
 
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig as TrainingConfig
@@ -35,20 +34,23 @@ if TYPE_CHECKING:
     from pulsetrain.signals import SignalWatch as SignalWatch
     from pulsetrain.trainer import Trainer as Trainer
     from pulsetrain.verification import verify as verify
+else:  # which type checkers do not see: to them, an unknown name is an error
+    from pulsetrain.handlers import __all__ as HANDLERS
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "pulsetrain.config": ("TrainingConfig",),
-        "pulsetrain.engine": (
-            "DPOStrategy", "Engine", "Event", "EventBus", "EventEnum", "Events", "Every", "GRPOStrategy", "JaxBackend",
-            "PPOStrategy", "Phase", "PretrainStrategy", "SFTStrategy", "SupervisedStrategy", "TorchBackend",
-        ),
-        "pulsetrain.engine.recording": ("EventLog", "Replay", "diff"),
-        "pulsetrain.handlers": HANDLERS,
-        "pulsetrain.manual_loop": ("Loop",),
-        "pulsetrain.signals": ("SignalWatch",),
-        "pulsetrain.trainer": ("Trainer",),
-        "pulsetrain.verification": ("verify",),
-    },
-)  # fmt: skip
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "pulsetrain.config": ("TrainingConfig",),
+            "pulsetrain.engine": (
+                "DPOStrategy", "Engine", "Event", "EventBus", "EventEnum", "Events", "Every", "GRPOStrategy",
+                "JaxBackend", "PPOStrategy", "Phase", "PretrainStrategy", "SFTStrategy", "SupervisedStrategy",
+                "TorchBackend",
+            ),
+            "pulsetrain.engine.recording": ("EventLog", "Replay", "diff"),
+            "pulsetrain.handlers": HANDLERS,
+            "pulsetrain.manual_loop": ("Loop",),
+            "pulsetrain.signals": ("SignalWatch",),
+            "pulsetrain.trainer": ("Trainer",),
+            "pulsetrain.verification": ("verify",),
+        },
+    )  # fmt: skip

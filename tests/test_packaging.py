@@ -203,9 +203,12 @@ def test_a_project_with_its_own_engine_and_handlers_type_checks(python: Path, pr
     cache = tmp_path_factory.getbasetemp() / "mypy"
     done = run(python, "-m", "mypy", "--cache-dir", cache, "--explicit-package-bases", "train.py", cwd=project)
     assert "Success" in done.stdout, done.stdout + done.stderr
-    (project / "wrong.py").write_text("from pulsetrain import EarlyStopping\n\nEarlyStopping(patience='three')\n")
+    (project / "wrong.py").write_text(
+        "from pulsetrain import EarlyStopping\nfrom pulsetrain.engine import Engin\n\nEarlyStopping(patience='three')\n"
+    )
     done = run(python, "-m", "mypy", "--cache-dir", cache, "--explicit-package-bases", "wrong.py", cwd=project)
     assert 'expected "int"' in done.stdout, done.stdout + done.stderr  # our types are seen, not Any
+    assert 'maybe "Engine"?' in done.stdout, done.stdout + done.stderr
 
 
 LOADED_ONCE = """

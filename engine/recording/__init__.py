@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pulsetrain.engine.lazy_names import lazy_names
 from pulsetrain.engine.recording.diff.check import EventCheck
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.diff.result import Divergence, LogDiff
@@ -13,13 +12,14 @@ from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.log.scan import Damage
 from pulsetrain.engine.recording.log.writer import LogWriter
 
-if TYPE_CHECKING:  # an engine, which needs torch; logs do not
-    from pulsetrain.engine.recording.replay.playback import Replay as Replay
-    from pulsetrain.engine.recording.replay.playback import Stop as Stop
+if TYPE_CHECKING:
+    from pulsetrain.engine.recording.replay.playback import Replay, Stop
+else:  # imported when they are used: a replay is an engine, which needs torch
+    from pulsetrain.engine.lazy_names import lazy_names
+
+    _, __getattr__, __dir__ = lazy_names(__name__, {"pulsetrain.engine.recording.replay.playback": ("Replay", "Stop")})
 
 __all__ = [
     "Damage", "Divergence", "EventCheck", "EventLog", "LogDiff", "LogWriter", "LoggedEvent", "Replay", "Stop", "diff",
     "read_ranks",
 ]  # fmt: skip
-
-_, __getattr__, __dir__ = lazy_names(__name__, {"pulsetrain.engine.recording.replay.playback": ("Replay", "Stop")})

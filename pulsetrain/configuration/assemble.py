@@ -28,7 +28,9 @@ from pulsetrain.trainer import Trainer
 __all__ = ["BACKENDS", "HANDLERS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
 
 HANDLERS: dict[str, Factory] = {
-    name: getattr(shipped_handlers, name) for name in shipped_handlers.__all__ if not name.startswith("Callback")
+    name: getattr(shipped_handlers, name)
+    for name in vars(shipped_handlers)["__all__"]
+    if not name.startswith("Callback")
 }
 STRATEGIES: dict[str, Factory] = {
     **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
