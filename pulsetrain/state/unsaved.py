@@ -248,8 +248,12 @@ def _add_loader(found: Fingerprint, prefix: str, loader: object, parts: dict[str
     for path, each in parts.items():
         if isinstance(each, (list, tuple, dict)):
             found.add_items(prefix + path, each)
-        elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(loader)):
-            found.add_attributes(prefix + path, each, () if prefix else _numbers_of(path, each))
+        elif (
+            not keeps_state(each)
+            or (isinstance(each, IterableDataset) and not keeps_state(loader))
+            or (each is loader and prefix)  # whose state is not saved
+        ):
+            found.add_attributes(prefix + path, each, _numbers_of(path, each))
 
 
 def _names_of(engine: Engine) -> set[str]:

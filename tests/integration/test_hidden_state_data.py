@@ -267,6 +267,28 @@ def a_dataset_for_validation_counts_its_rows() -> dict[str, Any]:
     return validated(CountingRows())
 
 
+class Reading:
+    """A loader of the user's with a state, which no checkpoint holds if it is a validation set."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passed += 1
+        return iter(DataLoader(pairs(ROWS), 6 + self.passed, drop_last=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passed = state["passed"]
+
+
+@case("val_loader val.loader.passed")
+def a_validation_set_is_a_loader_of_the_users_with_a_state() -> dict[str, Any]:
+    return validated() | {"val_loader": Reading()}
+
+
 @case("val_loader val.sampler.rows", slow=True)
 def a_sampler_for_validation_shuffles_its_own_list() -> dict[str, Any]:
     return validated(sampler=Shuffling())

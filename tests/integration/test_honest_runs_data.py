@@ -28,6 +28,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from pulsetrain.handlers import Callback
 from tests.support.cases import Cases, Make
 from tests.support.models import pairs
 from tests.support.runs_backends import needs_jax
@@ -276,6 +277,17 @@ def validation_sets_that_are_shuffled_with_generators_of_their_own() -> dict[str
     rows = Augmented()
     sets = {"val": shuffled(Subset(rows, range(8)), 1), "test": shuffled(Augmented(), 2), "list": [pairs(4)[:]]}
     return data(rows, shuffle=True) | {"val_loader": sets}
+
+
+class EachEpoch(Callback):
+    def on_epoch_begin(self, trainer: Any) -> None:
+        trainer.val_loaders["val"].sampler.set_epoch(trainer.state.epoch)
+
+
+@case()
+def a_validation_set_whose_sampler_is_told_the_epoch() -> dict[str, Any]:
+    sampler = DistributedSampler(pairs(ROWS), num_replicas=1, rank=0)
+    return {"val_loader": DataLoader(pairs(ROWS), 3, sampler=sampler), "callbacks": [EachEpoch()]}
 
 
 @case()
