@@ -11,7 +11,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +21,7 @@ from pulsetrain.engine.logs import get_logger
 __all__ = ["Disk", "sync", "write_file"]
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_reported: set[int] = set()  # file systems that cannot sync folders
 _PARTIAL = ".partial-"  # prefix of names that readers ignore: half-written or half-deleted
 
 
@@ -114,24 +114,24 @@ def write_file(path: Path, write: Write) -> FileEntry:
 def sync(path: Path) -> None:
     """Make the content of a file, or the entries of a folder, durable.
 
-    Some file systems (FUSE, network mounts) refuse that for folders, where it may not be needed: that is logged once.
+    Some file systems (FUSE, network mounts) refuse that for folders, where it may not be needed: a warning says so
+    once for each.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if error.errno not in _UNSUPPORTED or not stat.S_ISDIR(status.st_mode):
             raise
-        _warn_that_folders_cannot_be_synced(str(path.parent))
+        if status.st_dev not in _reported:
+            _reported.add(status.st_dev)
+            get_logger("engine").warning(
+                "this file system cannot sync folders: after a power cut the newest checkpoint may be missing",
+                folder=str(path),
+            )
     finally:
         os.close(descriptor)
-
-
-@cache
-def _warn_that_folders_cannot_be_synced(folder: str) -> None:
-    get_logger("engine").warning(
-        "this file system cannot sync folders: after a power cut the newest checkpoint may be missing", folder=folder
-    )
 
 
 def _partial(path: Path) -> Path:
