@@ -209,7 +209,7 @@ class Fingerprint:
         if not has_memory(value):
             return id(value), counted_writes(value), tuple(value.shape)
         self._unread -= 1
-        if self._unread >= 0 and 0 < value.numel() <= _READ_OF_EACH:  # all of it: an equal one may have been made anew
+        if self._unread >= 0 and 0 < value.numel() <= _READ_OF_EACH:  # all of it: an equal one may be another object
             return str(value.dtype), tuple(value.shape), bits_of(value.detach().reshape(-1))
         few: Hashable = None
         if self._unread >= 0 and value.numel():

@@ -285,7 +285,7 @@ class EachEpoch(Callback):
 
 
 @case()
-def a_validation_set_whose_sampler_is_told_the_epoch() -> dict[str, Any]:
+def a_validation_set_whose_sampler_gets_the_epoch() -> dict[str, Any]:
     sampler = DistributedSampler(pairs(ROWS), num_replicas=1, rank=0)
     return {"val_loader": DataLoader(pairs(ROWS), 3, sampler=sampler), "callbacks": [EachEpoch()]}
 
