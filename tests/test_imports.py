@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import runpy
+import shlex
 import subprocess
 import sys
 import typing
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
+from tests.support.cases import slow_but
 
 OPTIONAL = (
     "jax",
@@ -131,37 +133,31 @@ def loaded_by(*words: str, cwd: Path | None = None) -> set[str]:
 
 
 COMMAND = "import sys; from pulsetrain.cli import main; sys.exit(main(sys.argv[1:]))"
+ANSWERED = ["--help", "--version", "completion bash", "train --help", "nonsense", "train", ""]
+READING = [
+    "events a", "events a --check", "events a --where \"output['loss'] < 1\"", "diff a a", "export a --format csv",
+    "export a --format perfetto",
+]  # fmt: skip
 SLOW = {"torch", "ignite", "numpy", "structlog"}  # to import
 
 
-@pytest.mark.parametrize(
-    "package", ["pulsetrain", "pulsetrain.engine", "pulsetrain.handlers", "pulsetrain.engine.recording"]
-)
+PACKAGES = ["pulsetrain", "pulsetrain.engine", "pulsetrain.handlers", "pulsetrain.engine.recording"]
+
+
+@pytest.mark.parametrize("package", slow_but(PACKAGES[-1:], PACKAGES))
 def test_importing_a_package_imports_nothing_slow(package: str):
     assert not loaded_by(f"import {package}") & SLOW
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["completion", "bash"], ["train", "--help"], ["nonsense"], ["train"], []]
-)
-def test_what_the_command_line_answers_by_itself_imports_nothing_slow(words: list[str]):
-    assert not loaded_by(COMMAND, *words) & SLOW
+@pytest.mark.parametrize("words", slow_but(["--help", "completion bash"], ANSWERED))
+def test_what_the_command_line_answers_by_itself_imports_nothing_slow(words: str):
+    assert not loaded_by(COMMAND, *words.split()) & SLOW
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["events", "a"],
-        ["events", "a", "--check"],
-        ["events", "a", "--where", "output['loss'] < 1"],
-        ["diff", "a", "a"],
-        ["export", "a", "--format", "csv"],
-        ["export", "a", "--format", "perfetto"],
-    ],
-)
-def test_reading_a_log_from_the_command_line_imports_nothing_slow(words: list[str], tmp_path: Path):
+@pytest.mark.parametrize("words", slow_but(["events a --check", "diff a a"], READING))
+def test_reading_a_log_from_the_command_line_imports_nothing_slow(words: str, tmp_path: Path):
     with closing(LogWriter(tmp_path / "a" / "events")) as writer:
         for n in range(3):
             writer.add(LoggedEvent(n, "trainer", "iteration_completed", 1, n, output={"loss": 0.5}, seq=n, t=10**18))
         writer.end()
-    assert not loaded_by(COMMAND, *words, cwd=tmp_path) & SLOW
+    assert not loaded_by(COMMAND, *shlex.split(words), cwd=tmp_path) & SLOW
