@@ -14,13 +14,11 @@ from pulsetrain.engine.recording.log.scan import Contents, Damage, Recovered
 from pulsetrain.engine.recording.log.tail import CHUNK
 
 __all__ = [
-    "RUN_FILE",
     "damage_inside",
     "damage_of_another_run",
     "damage_of_block",
     "damage_of_record",
     "find_damage",
-    "id_of_run",
 ]
 
 

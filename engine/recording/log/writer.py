@@ -149,7 +149,7 @@ class LogWriter:
         kept = self._keep_aside(data, contents, found) if damage else []
         self._replace_tail(erase=True)
         os.ftruncate(self._descriptor, self._end)  # a table: from now on the log is open
-        # what no later reader would notice: the tail is written anew, and a block shows only its first and last numbers
+        # no later reader would notice it: the tail is rewritten, and a block's header has only its first and last ord
         if kept or any(each.file == tail.name for each in damage) or (damage and found.head is None):
             self._note_loss(damage, kept)
 
