@@ -99,3 +99,12 @@ def test_torch_schedules_do_not_warn_where_an_optimizer_counts_as_called(recwarn
         scheduler.step()
         assert len(recwarn) == (not called)
     assert "lr_scheduler.step()" in str(recwarn.pop().message)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_of_a_loader_counts_the_batches_that_it_has_given(workers: int):
+    iterator = iter(DataLoader([1, 2, 3], num_workers=workers))
+    assert vars(iterator)["_num_yielded"] == 0
+    next(iterator)
+    next(iterator)
+    assert vars(iterator)["_num_yielded"] == 2
