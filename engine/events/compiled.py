@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pulsetrain.engine.events.filters import NEVER, EventFilter, Filter
-from pulsetrain.engine.events.names import LOOP_COUNTERS, EventLike
+from pulsetrain.engine.events.names import LOOP_COUNTERS, EventLike, value_of
 from pulsetrain.engine.events.subscription import Subscription
 
 __all__ = ["Calls", "Dispatch", "Sequence"]
@@ -69,6 +69,7 @@ class Dispatch:
 
     def __init__(self, event: EventLike, sequence: Sequence, *, hooked: bool) -> None:
         self.event = event
+        self.value: str = value_of(event)
         self.sequence = sequence
         self.hooked = hooked  # the engine's class overrides `_fire_event`, which gets every event
         self.payload_type: type | None = getattr(event, "payload_type", None)

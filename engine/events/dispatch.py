@@ -177,11 +177,10 @@ class Dispatcher(EventRegistry):
     def new_event(self, dispatch: Dispatch, payload: Any, seq: int) -> Event:
         """The record of the event that is being fired; `seq` is its own number, since nested events have later ones."""
         state = self.state
-        event = dispatch.event
         return Event(
             seq,
             self.name,
-            event if isinstance(event, str) else event._value_,
+            dispatch.value,
             state.epoch,
             state.iteration,
             payload,

@@ -99,6 +99,7 @@ class Attachment:
         phase: Phase = Phase.OBSERVE,
         on_error: OnError = "raise",
         order: Order | None = None,
+        passive: bool = False,
     ) -> None:
         """Subscribe the handler to an event, with or without a filter, or to each of several joined by `|`.
 
@@ -108,12 +109,15 @@ class Attachment:
             phase: when, within the event.
             on_error: "raise" or "warn".
             order: FIRST or LAST in the phase; by default after the handlers that are registered already.
+            passive: see the event only when it is fired in any case; see `EventBus.subscribe`.
         """
         assert self._bus is not None, "subscribe() outside attach()"
         sender = self._sender() if self._sender is not None else None
         for one in event if isinstance(event, EventsList) else (event,):
             self._subscriptions.append(
-                self._bus.subscribe(one, handler, sender=sender, phase=phase, order=order, on_error=on_error)
+                self._bus.subscribe(
+                    one, handler, sender=sender, phase=phase, order=order, on_error=on_error, passive=passive
+                )
             )
 
     __call__ = subscribe

@@ -20,7 +20,10 @@ from pulsetrain.handlers.metric_values.step_values import is_on_host, scalar, to
 
 __all__ = ["EventValues", "PlainTypes", "summary"]
 
-_PLAIN_NAMES = {name for kind in (float, int, bool, str) for name in (kind.__name__, str(kind))}  # of annotations
+# of annotations
+_PLAIN_NAMES = {name for kind in (float, int, bool, str) for name in (kind.__name__, str(kind))}
+_PLAIN_NAMES |= {str(tuple[float, ...])}
+_TENSOR_NAMES = {"Tensor", "torch.Tensor", str(Tensor)}
 _NO_MAPPINGS = (list, dict, tuple, set, frozenset, Mapping, Enum, str, PurePath, Real)  # whatever fields they have
 MAX_DEPTH = 8  # of nesting; deeper values, cycles among them, are summarised
 MAX_VALUES = 10_000  # in one payload; a container that would exceed this is summarised
@@ -63,8 +66,12 @@ class EventValues:
 
     def put(self, place: Target, key: str | int, value: object, depth: int = 0) -> None:
         """Set `place[key]` (of a Struct, its attribute) to the value's plain form, now or in `settle`."""
-        if type(value) is float and isfinite(value):  # by far the most common
+        kind = type(value)
+        if kind is float and isfinite(value):  # type: ignore[arg-type]  # by far the most common
             _set(place, key, value)
+            return
+        if kind is list and depth == 0 and len(value) < 100 and _are_finite(value):  # type: ignore[arg-type]
+            _set(place, key, [*value])  # type: ignore[misc]
             return
         if depth == 0:
             self._room = MAX_VALUES
@@ -83,6 +90,8 @@ class EventValues:
         for name, value in named.items():
             if type(name) is not str or not name.isascii():
                 name = _text(name)
+            if type(value) is Tensor and is_on_host(value) and value.is_floating_point():
+                value = value.item()
             if type(value) is float:
                 values[name] = value if isfinite(value) else finite_or_text(value)
             elif isinstance(value, Tensor):
@@ -160,36 +169,56 @@ class EventValues:
         return True
 
 
-class PlainTypes(dict[type, tuple[str, ...] | None]):
-    """The fields of each payload type whose annotations are only numbers and text; None for other types."""
+class PlainTypes(dict[type, tuple[tuple[str, ...], bool]]):
+    """The fields of each payload type whose annotations are only numbers, text and tensors; none for other types.
 
-    def __missing__(self, kind: type) -> tuple[str, ...] | None:
-        fields = getattr(kind, "__dataclass_fields__", {"": None})
-        types = {str(getattr(field, "type", None)) for field in fields.values()}
-        plain = MEASURED.isdisjoint(fields) and _PLAIN_NAMES.issuperset(types) and not issubclass(kind, _NO_MAPPINGS)
-        self[kind] = names = tuple(fields) if plain else None
-        return names
+    With them, whether there are tensors.
+    """
 
-    def holds(self, payload: object) -> bool:
-        """Whether the encoder accepts this payload as it is: all its fields are finite numbers, booleans and text."""
+    def __missing__(self, kind: type) -> tuple[tuple[str, ...], bool]:
+        fields = getattr(kind, "__dataclass_fields__", {})
+        types = {str(field.type) for field in fields.values()}
+        tensors = not _TENSOR_NAMES.isdisjoint(types)
+        plain = MEASURED.isdisjoint(fields) and (_PLAIN_NAMES | _TENSOR_NAMES).issuperset(types)
+        self[kind] = found = (tuple(fields) if plain and not issubclass(kind, _NO_MAPPINGS) else (), tensors)
+        return found
+
+    def plain(self, payload: object) -> object | None:
+        """The payload in a form that the encoder accepts, found quickly: by far the most payloads have one.
+
+        That is the payload itself if all its fields are finite numbers, booleans and text; its fields by name if some
+        are scalar tensors on the host. Otherwise None.
+
+        >>> from pulsetrain.engine.events.payloads import GradientsReady
+        >>> PlainTypes().plain(GradientsReady(grad_norm=torch.tensor(0.5)))
+        {'grad_norm': 0.5, 'optimizer': ''}
+        """
         try:
-            names = self[type(payload)]
-            if names is None:
-                return False
+            names, tensors = self[type(payload)]
+            fields: dict[str, object] = {}
             for name in names:
                 value = getattr(payload, name)
                 kind = type(value)
+                if kind is Tensor:
+                    if value.dim() or not (tensors and is_on_host(value) and value.is_floating_point()):
+                        return None
+                    value, kind = value.item(), float
                 if kind is float:
                     if value - value:  # NaN unless the value is finite
-                        return False
+                        return None
                 elif kind is int:
                     if not -(2**63) <= value < 2**63:  # the compiler computes these
-                        return False
+                        return None
+                elif kind is tuple:
+                    if not _are_finite(value):
+                        return None
                 elif kind is not bool and kind is not str:
-                    return False
+                    return None
+                if tensors:
+                    fields[name] = value
         except Exception:  # a field that was never set
-            return False
-        return True
+            return None
+        return fields or (payload if names else None)
 
 
 def summary(value: object) -> dict[str, object]:
@@ -209,6 +238,14 @@ def summary(value: object) -> dict[str, object]:
     except Exception:
         pass
     return found
+
+
+def _are_finite(values: Collection[object]) -> bool:
+    """Whether all values are finite floats."""
+    for value in values:  # noqa: SIM110  # all() of a generator takes three times as long
+        if type(value) is not float or value - value:
+            return False
+    return True
 
 
 def _field_names(value: object) -> Collection[str] | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pulsetrain.engine import Engine, Events, is_training_run
+from pulsetrain.engine import Engine, Events, TrainingResult, is_training_run
 from pulsetrain.engine.metrics import to_host
 from pulsetrain.handlers.attachment.engine_queries import attribute
 
@@ -33,6 +33,8 @@ def scalars(output: object) -> dict[str, Tensor | float]:
     >>> scalars({"loss": 0.5, "logits": [0.1, 0.2]})
     {'loss': 0.5}
     """
+    if type(output) is TrainingResult:
+        output = output.metrics
     if type(output) is dict or isinstance(output, Mapping):  # isinstance() of an ABC takes ten times as long
         found = {name: scalar(value) for name, value in output.items() if isinstance(name, str)}
         return {name: value for name, value in found.items() if value is not None}
@@ -50,6 +52,8 @@ def scalar(value: object) -> Tensor | float | None:
     if type(value) is float:
         return value
     if isinstance(value, Tensor):
+        if value.is_cpu and not value.dim() and value.is_floating_point():  # by far the most common
+            return value.detach() if value.requires_grad else value
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.is_meta:
             return None
         value = value.detach() if value.requires_grad else value

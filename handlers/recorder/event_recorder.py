@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, EventEnum, Events, OnError, Phase, is_training_run
-from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, LogWriter
@@ -40,7 +40,7 @@ class EventRecorder(Handler):
     {"__type__": ...}.
 
     Engines that join the bus later are recorded as well. Custom events that are registered later are recorded from the
-    next STARTED or EPOCH_STARTED. Because GRADIENTS_READY is subscribed to, the gradients' norm is computed.
+    next STARTED or EPOCH_STARTED. The gradients' norm is recorded where something needs it: clipping, a guard.
 
     A run that resumes from a checkpoint continues the log. Events that the log holds after the checkpoint are kept,
     marked as superseded, and compared with what is computed again: `resume_check`, floats by their bits.
@@ -51,6 +51,7 @@ class EventRecorder(Handler):
         every: record the events of only each n-th iteration and update; all other events are always recorded.
         max_bytes: budget of the sealed log, at least 100,000: when it is reached, the events of old iterations are
             thinned to each hundredth, and an event `log_thinned` says so.
+        grad_norm: have the gradients' norm computed at each update, even if nothing else needs it.
         rank: of this process, where several train together; each writes a separate log.
         on_error: "warn" continues when the disk is full or gone, warns once, and writes the events when it can;
             "raise" ends the run.
@@ -75,6 +76,7 @@ class EventRecorder(Handler):
         include_batches: bool = False,
         every: int | None = None,
         *,
+        grad_norm: bool = False,
         rank: int = 0,
         max_bytes: int | None = None,
         on_error: OnError = "warn",
@@ -85,7 +87,8 @@ class EventRecorder(Handler):
         if max_bytes is not None:
             check_whole_number("EventRecorder", "max_bytes", max_bytes, LEAST_BYTES)
         check_choice("EventRecorder", "on_error", on_error, ("warn", "raise"))
-        self.include_batches = include_batches
+        check_bool("EventRecorder", "grad_norm", grad_norm)
+        self.include_batches, self.grad_norm = include_batches, grad_norm
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
         self.resumed_after: int | None = None  # seq in the log of the checkpoint that the run resumed from
@@ -189,7 +192,9 @@ class EventRecorder(Handler):
         sampled = self.every is not None and (event in FREQUENT or event is Events.ITERATION_COMPLETED)
         # FIRST: events that other receivers fire are recorded after this one
         chosen = event(every=self.every) if sampled else event
-        self._attachment.subscribe(chosen, special.get(event, usual), phase=Phase.COMPUTE, order=FIRST)
+        passive = event is Events.GRADIENTS_READY and not self.grad_norm
+        receive = special.get(event, usual)
+        self._attachment.subscribe(chosen, receive, phase=Phase.COMPUTE, order=FIRST, passive=passive)
         if event is Events.STARTED or event is Events.EPOCH_STARTED:
             self._attachment.subscribe(event, self._subscribe_to_custom_events, phase=Phase.COMPUTE, order=FIRST)
 
@@ -203,12 +208,7 @@ class EventRecorder(Handler):
                     self._subscribe(event)
 
     def _on_event(self, engine: Engine, event: Event) -> None:
-        log = self._log
-        logged = log.entry(event)
-        if logged.payload is event.payload:  # plain, so none of its values is on a device
-            log.write_plain(logged)
-        else:
-            log.write(logged)
+        self._log.write(self._log.entry(event))
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
         log = self._log

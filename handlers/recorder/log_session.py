@@ -89,23 +89,20 @@ class LogSession:
             place = writer.next_ord
             writer.next_ord = place + 1
         payload = event.payload
+        plain = None if payload is None else self._plain_types.plain(payload)
         logged = LoggedEvent(
-            place, event.engine, event.type, event.epoch, event.iteration, payload, seq=seq, t=event.time_ns
+            place, event.engine, event.type, event.epoch, event.iteration, plain, seq=seq, t=event.time_ns
         )
-        if payload is not None and not self._plain_types.holds(payload):
+        if plain is None and payload is not None:
             self.values.put_payload(logged, payload)
         return logged
 
     def write(self, logged: LoggedEvent) -> None:
-        """Write an entry that may have values on a device."""
+        """Write an entry; one with values on a device waits for them, and is completed later."""
         if len(self.values.pending) > self._pending:
             self._pending = len(self.values.pending)
             logged.open = True
             self._waiting.append(logged)
-        self.write_plain(logged)
-
-    def write_plain(self, logged: LoggedEvent) -> None:
-        """Write an entry without values on a device."""
         writer = self.writer
         try:
             writer.add(logged)  # type: ignore[union-attr]  # `entry` has opened it

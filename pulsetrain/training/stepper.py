@@ -108,7 +108,12 @@ class Stepper:
         try:
             if self.optimizers is not None:
                 result = self._alternate(engine, prepared, self.optimizers)
-            elif self._ready.live or not self.accumulation.nothing_waits or self._weight != 1.0:
+            elif (
+                self._ready.live
+                or (self.clip_grad_norm is not None and self._ready.connected)  # clipping measures what one records
+                or not self.accumulation.nothing_waits
+                or self._weight != 1.0
+            ):
                 result = self._step_in_parts(engine, prepared, strategy)
             else:
                 result = self._whole_step(engine, prepared, strategy)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pulsetrain.engine.recording.diff.fields import differing_fields, same
 from pulsetrain.engine.recording.diff.result import Divergence
-from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.records import LoggedEvent, decode, encode
 
 __all__ = ["EventCheck"]
 
@@ -49,9 +49,11 @@ class EventCheck:
         while self.next is not None and (now := self._pending.pop(self._ord, None)) is not None:
             self._ord += 1
             if self.next.ord == now.ord:  # else the log lacks it: it was not complete when the process was killed
-                if not same(self.next, now) and (fields := differing_fields(self.next, now)):
-                    self.divergence = Divergence(now.ord, self.next, now, fields)
-                    return
+                if not same(self.next, now):
+                    (read,) = decode(encode(now))  # as a log holds it: a payload may still be an object
+                    if fields := differing_fields(self.next, read):
+                        self.divergence = Divergence(now.ord, self.next, read, fields)
+                        return
                 self.agree(now)
                 self.next = next(self._expected, None)
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import MAX_VALUES, EventValues, PlainTypes, summary
@@ -216,7 +217,7 @@ def test_names_of_scalars_are_plain_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("payload", "holds"),
+    ("payload", "is_plain"),
     [
         (Row(1, 0.5, "a", True), True),
         (Row(2**63 - 1, -0.0, "", False), True),
@@ -241,11 +242,52 @@ def test_names_of_scalars_are_plain_text() -> None:
         (1.0, False),
     ],
 )
-def test_a_payload_is_written_as_it_is_where_all_its_values_are_plain(payload: Any, holds: bool) -> None:
+def test_a_payload_is_written_as_it_is_where_all_its_values_are_plain(payload: Any, is_plain: bool) -> None:
     types = PlainTypes()
-    assert [types.holds(payload), types.holds(payload)] == [holds, holds]
-    if holds:
+    assert [types.plain(payload) is payload for _ in range(2)] == [is_plain, is_plain]
+    if is_plain:
         assert msgspec.json.decode(msgspec.json.encode(payload)) == plain(payload)
+    else:
+        assert types.plain(payload) is None
+
+
+@dataclass(frozen=True)
+class Measured:
+    norm: Tensor
+    rates: tuple[float, ...] = ()
+    text: str = ""
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Measured(torch.tensor(0.1)),
+        Measured(torch.tensor(0.1, dtype=torch.bfloat16), (0.5, 1e-300), "a"),
+        Measured(torch.tensor(0.1, dtype=torch.float64, requires_grad=True)),
+        Measured(0.5),  # type: ignore[arg-type]
+    ],
+)
+def test_scalar_tensors_on_the_host_are_read_at_once(payload: Measured) -> None:
+    found = PlainTypes().plain(payload)
+    assert found is not None
+    assert msgspec.json.encode(found) == msgspec.json.encode(plain(payload))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Measured(torch.tensor([0.1])),
+        Measured(torch.tensor(1)),
+        Measured(torch.tensor(math.nan)),
+        Measured(torch.tensor(0.1, device="meta")),
+        Measured(torch.tensor(0.1), (0.5, math.inf)),
+        Measured(torch.tensor(0.1), (1, 2)),
+        Measured(torch.tensor(0.1), [0.5]),  # type: ignore[arg-type]
+        Measured(nn.Parameter(torch.tensor(0.1))),
+    ],
+)
+def test_other_values_take_the_general_way(payload: Measured) -> None:
+    assert PlainTypes().plain(payload) is None
 
 
 def test_a_summary_names_classes_themselves() -> None:
