@@ -172,8 +172,8 @@ def test_a_block_of_another_run_is_damage(tmp_path: Path):
         make(tmp_path / name).train()
     (sealed, tail), (other, _) = (log_files(tmp_path / name / "events") for name in "ab")
     content, foreign = sealed.read_bytes(), other.read_bytes()
-    start = content.index(b"PTLB", 20) - 8
-    sealed.write_bytes(content[:start] + foreign[start:])
+    own, others = (each[: each.index(b"PTLB", 20) - 8] for each in (content, foreign))
+    sealed.write_bytes(own + foreign[len(others) :])
     reasons = [each.reason for each in EventLog(tmp_path / "a").verify()]
     assert any("another run" in reason for reason in reasons), reasons
     shutil.copy(other, sealed)
