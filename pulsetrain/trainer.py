@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine import Engine, EventBus, Events, Phase
+from pulsetrain.engine import Engine, EventBus, Events
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.core import TrainerCore
-from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.ranks import check_shared, ranks
@@ -29,11 +28,10 @@ from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     ModelState,
     Optimizer,
-    TrainingBatch,
     TrainingResult,
     TrainingStrategy,
 )
-from pulsetrain.handlers import Callback, CallbackList, LRScheduler, ReduceLROnPlateau
+from pulsetrain.handlers import Callback, CallbackList
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.module_state import ModulesPart
@@ -142,7 +140,7 @@ class Trainer(Engine):
             self.model_store,
             accumulate=config.accumulation,
             clip_grad_norm=config.clip_grad_norm,
-            on_step=self._on_step,
+            on_step=lambda batch, result: self.driver.on_step(batch, result),
             share=None if ranks().world_size == 1 else lambda iteration: self.data.share(iteration),
         )
         try:
@@ -170,7 +168,6 @@ class Trainer(Engine):
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
         modules = ModulesPart(self.model, self.strategy)
-        unsaved = UnsavedState(self.registry, self.data, of_subclass)
         self.source = self.resumer = Resumer(
             {
                 "made_with": MadeWith(self),
@@ -179,13 +176,13 @@ class Trainer(Engine):
                 "handlers": self.registry,
                 "model": ModelPart(self.model),
                 "modules": modules,
-                "optimizer": OptimizerPart(self.optimizer, self.model, self._sets_learning_rates),
+                "optimizer": OptimizerPart(self.optimizer, self.model, self.registry.sets_learning_rates),
                 "counters": Counters(self),
                 "stepper": self.stepper,
                 "data": self.data,
                 "validation": self.validator,
                 "reporter": self.reporter,
-                "unsaved": unsaved,
+                "unsaved": UnsavedState(self.registry, self.data, of_subclass),
             },
             self.data,
             self.registry,
@@ -193,9 +190,8 @@ class Trainer(Engine):
         )
         self.driver = RunDriver(self, self.length, self.resumer, self.registry, self.reporter, self.validator)
         self.registry.leave_out([self.driver])
-        self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
-        for part in (unsaved, self.resumer, self.validator, self.reporter, self.driver):
-            part.attach(self)
+        self.resumer.attach(self)
+        self.driver.attach(self)
         for handler in self.handlers:
             if ranks().is_main or not writes_for_all(handler):
                 handler.attach(self)
@@ -414,21 +410,3 @@ class Trainer(Engine):
         super().report_exhausted()
         if not self.is_done:
             self.terminate(reason=f"the data ended after {self.state.iteration} iterations, before the run's bound")
-
-    def _train_mode(self) -> None:
-        train = getattr(self.optimizer, "train", None)  # of a schedule-free one
-        if callable(train):
-            train()
-        if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
-            self.model.train()
-        if isinstance(self.backend, FunctionalBackend):
-            self.backend.reseed(self.seed)
-        self.reporter.start()
-        self.stepper.check_first_batches()
-
-    def _on_step(self, batch: TrainingBatch, result: TrainingResult) -> None:
-        self.reporter.add(result, batch.size)
-        self.driver.commit_iteration()
-
-    def _sets_learning_rates(self) -> bool:
-        return any(isinstance(handler, (LRScheduler, ReduceLROnPlateau)) for handler in self.handlers)

@@ -17,7 +17,7 @@ from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, CheckpointUrl, Location
 from pulsetrain.engine.events.bus import EventSignal
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers import Checkpointer, LRScheduler, ReduceLROnPlateau
 from pulsetrain.state.part import StateDict, Stateful, keeps_state
 
 __all__ = ["HandlerRegistry", "arguments_of", "attributes_of", "state_of"]
@@ -106,6 +106,10 @@ class HandlerRegistry:
                 known[id(handler)] = handler, f"{_label(handler)}: {_settings(handler, run_folder)}"
             texts[key] = known[id(handler)][1]
         return texts
+
+    def sets_learning_rates(self) -> bool:
+        """Whether a handler sets the optimizer's learning rates."""
+        return any(isinstance(handler, (LRScheduler, ReduceLROnPlateau)) for handler in self.handlers)
 
     def checkpointer(self, asked_by: str) -> Checkpointer:
         """The one handler that saves checkpoints.

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["CheckedPart", "Part", "StateDict", "Stateful", "keeps_state", "require"]
+__all__ = ["AttachedPart", "CheckedPart", "Part", "StateDict", "Stateful", "keeps_state", "require"]
 
 # The entry of a part in a checkpoint: tensors and plain containers, in a form that the part chooses. `check_state_dict`
 # refuses what the part could not load, so its fields are read without a check of their types.
@@ -40,6 +40,15 @@ class CheckedPart(Part, Protocol):
 
     def check_state_dict(self, state: Any, /) -> None:
         """Raise CheckpointError if `load_state_dict` would fail; nothing changes."""
+        ...
+
+
+@runtime_checkable
+class AttachedPart(Part, Protocol):
+    """A part that subscribes to events."""
+
+    def attach(self, engine: Any, /) -> object:
+        """Subscribe; called once, before the handlers are attached."""
         ...
 
 

@@ -17,7 +17,7 @@ from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.module_state import ModulesPart
 from pulsetrain.state.older_formats import upgrade
-from pulsetrain.state.part import Part, StateDict
+from pulsetrain.state.part import AttachedPart, Part, StateDict
 from pulsetrain.state.run_state import PartOf, RunState
 
 __all__ = ["Resume", "Resumer"]
@@ -59,6 +59,9 @@ class Resumer:
         registry.leave_out(parts.values())
 
     def attach(self, engine: Engine) -> None:
+        for part in self.state.parts.values():
+            if isinstance(part, AttachedPart):
+                part.attach(engine)
         for event in (Events.STARTED, Events.EPOCH_STARTED):
             engine.bus.subscribe(event, self._restore_handlers, sender=engine, phase=Phase.PERSIST, order=LAST)
 

@@ -39,6 +39,7 @@ class MetricsReporter:
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
+        engine.add_event_handler(Events.STARTED, self.start, phase=Phase.COMPUTE)
         logged_at = Events.ITERATION_COMPLETED(every=self._every)
         engine.add_event_handler(logged_at, self.log, phase=Phase.OBSERVE)
 

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from typing import Protocol, cast
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase
+from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
+from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.step.backend import Backend
+from pulsetrain.engine.step.protocols import TrainingBatch, TrainingResult
 from pulsetrain.handlers import Checkpointer, EventRecorder, MetricLogger
 from pulsetrain.handlers.checkpointing.background_save import SavedEngine
 from pulsetrain.handlers.run_files.ownership import release_idle, take_all
@@ -33,6 +36,7 @@ class DrivenRun(SavedEngine, Protocol):
 
     train_loader: Iterable[object]
     config: TrainingConfig
+    backend: Backend
 
     def load_checkpoint(self, path: str | os.PathLike[str] | Location, /) -> None: ...
 
@@ -65,6 +69,7 @@ class RunDriver:
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
 
     def attach(self, engine: Engine) -> None:
+        engine.bus.subscribe(Events.STARTED, self._reseed, sender=engine, phase=Phase.COMPUTE, order=FIRST)
         engine.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
         engine.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
 
@@ -130,6 +135,11 @@ class RunDriver:
     def cancel_rewind(self) -> None:
         """The run is to end: it does not continue from an earlier checkpoint."""
         self._rewind = None
+
+    def on_step(self, batch: TrainingBatch, result: TrainingResult) -> None:
+        """The stepper has made a step: count its losses and the iteration."""
+        self._reporter.add(result, batch.size)
+        self.commit_iteration()
 
     def commit_iteration(self) -> None:
         """The iteration was trained; end the run at a bound that counts updates or tokens."""
@@ -231,6 +241,10 @@ class RunDriver:
             epoch=epoch,
             bound=f"max_epochs={state.max_epochs}" if state.max_iters is None else self._engine.describe_bound(),
         )
+
+    def _reseed(self, engine: Engine, event: Event) -> None:
+        if isinstance(self._run.backend, FunctionalBackend):
+            self._run.backend.reseed(self._data.seed)
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         engine.terminate(reason=f"{event.payload.signal} was received")

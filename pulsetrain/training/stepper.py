@@ -17,6 +17,7 @@ from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted
+from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.engine.step.accumulation import Accumulate, Accumulation
 from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
@@ -161,9 +162,17 @@ class Stepper:
         """Skip the current update where the condition, shape (), bool, holds; for receivers of GRADIENTS_READY."""
         self._skip = where if self._skip is None else self._skip | where
 
-    def check_first_batches(self) -> None:
-        """A run starts: the values of its batches are checked until its first update."""
+    def attach(self, engine: Engine) -> None:
+        engine.add_event_handler(Events.STARTED, self.start, phase=Phase.COMPUTE)
+
+    def start(self) -> None:
+        """A run starts or continues: the model trains, and the batches' values are checked until the first update."""
         self._checks = True
+        train = getattr(self.store.optimizer, "train", None)  # of a schedule-free one
+        if callable(train):
+            train()
+        if not self.store.module.training:  # else leave alone: parts of it may be frozen in eval mode
+            self.store.module.train()
 
     def discard(self) -> None:
         """Drop the gradients that wait for the next update."""

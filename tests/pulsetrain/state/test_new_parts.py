@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from pulsetrain import Checkpointer, Every, SupervisedStrategy, Trainer, TrainingConfig
-from pulsetrain.engine import CheckpointError, Events
+from pulsetrain.engine import CheckpointError, Engine, Events
+from pulsetrain.state.part import Part
+from pulsetrain.state.resume import Resumer
 from pulsetrain.state.run_state import Counters
 
 
@@ -32,24 +35,28 @@ class Slow:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.batches = state["batches"]
 
+    def attach(self, engine: Engine) -> None:
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self.count)
+
     def count(self) -> None:
         self.batches += 1
 
 
 def trainer(folder: Path, *, slow: Slow | None = None) -> Trainer:
+    """With another part: one entry more in the mapping that `Trainer.__init__` passes to the Resumer."""
     torch.manual_seed(0)
-    made = Trainer(
-        nn.Linear(2, 1),
-        [(torch.ones(4, 2), torch.ones(4, 1))] * 5,
-        strategy=SupervisedStrategy("mse"),
-        config=TrainingConfig(max_epochs=2, seed=0),
-        handlers=[Checkpointer(folder, Every(epochs=1), keep_last=9)],
-    )
-    if slow is not None:
-        made.resumer.state.parts = {**made.resumer.state.parts, "slow": slow}
-        made.registry.leave_out([slow])
-        made.add_event_handler(Events.ITERATION_COMPLETED, slow.count)
-    return made
+
+    def resumer(parts: Mapping[str, Part], *rest: Any) -> Resumer:
+        return Resumer(parts if slow is None else {**parts, "slow": slow}, *rest)
+
+    with patch("pulsetrain.trainer.Resumer", resumer):
+        return Trainer(
+            nn.Linear(2, 1),
+            [(torch.ones(4, 2), torch.ones(4, 1))] * 5,
+            strategy=SupervisedStrategy("mse"),
+            config=TrainingConfig(max_epochs=2, seed=0),
+            handlers=[Checkpointer(folder, Every(epochs=1), keep_last=9)],
+        )
 
 
 def test_a_part_is_saved_once_and_restored(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_values_are_checked_until_the_first_update_of_a_run():
     engine = engine_of(stepper)
     stepper(engine, next(iter(loader())))
     stepper(engine, bad)  # not checked any more: the loss is nan
-    stepper.check_first_batches()
+    stepper.start()
     with pytest.raises(ValueError, match="needs finite numbers"):
         stepper(engine, bad)
 
