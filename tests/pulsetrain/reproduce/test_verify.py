@@ -34,6 +34,7 @@ def build(
     fingerprints: bool = True,
     data: Any = None,
     dropout: float = 0.2,
+    grad_norm: bool = True,
 ) -> Trainer:
     marks = [Fingerprints(Every(updates=1), batches=True)] if fingerprints else []
     return trainer(
@@ -43,7 +44,7 @@ def build(
         val_loader=loader(shuffle=False),
         handlers=[
             *marks,
-            EventRecorder(folder),
+            EventRecorder(folder, grad_norm=grad_norm),
             Checkpointer(folder, every=Every(iterations=8), keep_last=20),
             CSVLogger(folder),
             ConsoleLogger(),
@@ -181,6 +182,22 @@ def test_each_cause_is_found_at_its_event(
     if change is draw_from_python:
         assert found.fingerprints == {"weights": True, "buffers": True, "optimizer": True, "rng": False}
         assert "fingerprints after it: weights same, buffers same, optimizer same, rng differs" in str(found)
+
+
+@pytest.mark.slow
+def test_without_gradient_norms_a_cause_is_found_at_the_fingerprint_of_its_iteration(tmp_path: Path):
+    build(tmp_path / "run", grad_norm=False).train()
+
+    def again() -> Trainer:
+        made = build(tmp_path / "again", grad_norm=False)
+        made.add_event_handler(Events.ITERATION_STARTED(once=14), lambda: torch.rand(1))
+        return made
+
+    found = verify(tmp_path / "run", again)
+    assert not found
+    assert found.divergence is not None
+    assert (found.divergence.a.event, found.divergence.a.iteration) == ("state_fingerprinted", 14)
+    assert found.causes[0].kind == "random numbers", str(found)
 
 
 @pytest.mark.parametrize("fingerprints", [False, True])
