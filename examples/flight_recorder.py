@@ -37,7 +37,7 @@ def train(folder: Path, planted: bool) -> None:
         DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=64),
         strategy=SupervisedStrategy("mse"),
         config=TrainingConfig(max_epochs=8, learning_rate=0.01, seed=1),
-        handlers=[EventRecorder(folder, grad_norm=True)],
+        handlers=[EventRecorder(folder)],
     )
     trainer.register_events(*Seen)
 

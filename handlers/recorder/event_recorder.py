@@ -40,7 +40,7 @@ class EventRecorder(Handler):
     {"__type__": ...}.
 
     Engines that join the bus later are recorded as well. Custom events that are registered later are recorded from the
-    next STARTED or EPOCH_STARTED. The gradients' norm is recorded where something needs it: clipping, a guard.
+    next STARTED or EPOCH_STARTED. Because GRADIENTS_READY is subscribed to, the gradients' norm is computed.
 
     A run that resumes from a checkpoint continues the log. Events that the log holds after the checkpoint are kept,
     marked as superseded, and compared with what is computed again: `resume_check`, floats by their bits.
@@ -51,7 +51,7 @@ class EventRecorder(Handler):
         every: record the events of only each n-th iteration and update; all other events are always recorded.
         max_bytes: budget of the sealed log, at least 100,000: when it is reached, the events of old iterations are
             thinned to each hundredth, and an event `log_thinned` says so.
-        grad_norm: have the gradients' norm computed at each update, even if nothing else needs it.
+        grad_norm: if false, GRADIENTS_READY is recorded only where something else needs the norm: clipping, a guard.
         rank: of this process, where several train together; each writes a separate log.
         on_error: "warn" continues when the disk is full or gone, warns once, and writes the events when it can;
             "raise" ends the run.
@@ -76,7 +76,7 @@ class EventRecorder(Handler):
         include_batches: bool = False,
         every: int | None = None,
         *,
-        grad_norm: bool = False,
+        grad_norm: bool = True,
         rank: int = 0,
         max_bytes: int | None = None,
         on_error: OnError = "warn",

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pulsetrain.engine import Engine, Event, EventBus, EventEnum, Events, Phase
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Engine, Event, EventBus, EventEnum, Events, Phase, SupervisedStrategy
 from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
@@ -316,6 +317,24 @@ def test_gradient_norms_are_recorded(tmp_path):
     engine.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=torch.tensor(2.0)))
     recorder.flush()
     assert recorded(tmp_path)[0]["payload"] == {"grad_norm": 2.0, "optimizer": ""}
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "clip", "norms"), [(True, None, 5), (False, None, 0), (False, 1.0, 5), (True, 1.0, 5)]
+)
+def test_gradient_norms_are_measured_for_the_recorder_alone_or_only_recorded(tmp_path, grad_norm, clip, norms):
+    torch.manual_seed(0)
+    trainer = Trainer(
+        torch.nn.Linear(2, 1),
+        [(torch.ones(4, 2), torch.ones(4, 1))] * 5,
+        strategy=SupervisedStrategy("mse"),
+        config=TrainingConfig(max_epochs=1, clip_grad_norm=clip),
+        handlers=[EventRecorder(tmp_path, grad_norm=grad_norm)],
+    )
+    trainer.train()
+    found = [each["payload"]["grad_norm"] for each in recorded(tmp_path) if each["event"] == "gradients_ready"]
+    assert (len(found), trainer.stepper.grad_norm is not None) == (norms, norms > 0)
+    assert all(norm > 0 for norm in found)
 
 
 def test_detaching_closes_the_log(tmp_path):

@@ -30,7 +30,7 @@ def make(folder: Path, *, scale: float = 1.0, activation: nn.Module | None = Non
         DataLoader(data, batch_size=20),
         strategy=SupervisedStrategy("mse"),
         config=TrainingConfig(max_epochs=3, log_every_n_steps=5, accumulate=2, seed=0),
-        handlers=[Checkpointer(folder, every=Every(iterations=6), keep_last=20), EventRecorder(folder, grad_norm=True)],
+        handlers=[Checkpointer(folder, every=Every(iterations=6), keep_last=20), EventRecorder(folder)],
     )
 
 

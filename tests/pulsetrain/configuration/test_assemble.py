@@ -59,11 +59,13 @@ CONFIG = """
 
 @pytest.fixture(autouse=True)
 def imports_of_this_test_alone() -> Iterator[None]:
-    path, modules = list(sys.path), set(sys.modules)
+    path, names = list(sys.path), ("model", "data", "parts", "parts.model")
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     yield
     sys.path[:] = path
-    for name in {"model", "data", "parts", "parts.model"} & (set(sys.modules) - modules):
-        del sys.modules[name]
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
 
 
 def write(folder: Path, width: int = 4) -> Path:
