@@ -268,7 +268,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def replayed(folder: Path, names: list[str], place: Path, trainer: Any) -> Any:
     played = {name: make(name, place) for name in names}
     replay = Replay(folder)
-    if replay.bounds(replay.name).get("max_epochs") is None:
+    if replay.state.max_epochs is None:
         replay.state.max_epochs, replay.state.epoch_length = trainer.state.max_epochs, trainer.state.epoch_length
     for each in played.values():
         spy_on(each)
