@@ -60,7 +60,7 @@ class Replay(ReplayedEngine):
         ConfigurationError: the speed is not positive, or a model was given without checkpoints.
 
     >>> import tempfile
-    >>> from pulsetrain.engine import Engine
+    >>> from pulsetrain.engine import Engine, Events
     >>> from pulsetrain.handlers import EventRecorder
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     engine = Engine(lambda engine, batch: {"loss": 1 / batch})
