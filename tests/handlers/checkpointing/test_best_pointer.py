@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
 from pulsetrain import Checkpointer, Every, Trainer
 from pulsetrain.engine import Engine, Events
+from pulsetrain.engine.checkpoint.manifest import BEST
 from pulsetrain.engine.checkpoint.reader import step_of
 from tests.support.models import loader, trainer
 
@@ -54,18 +57,24 @@ def test_a_run_that_resumes_from_an_older_checkpoint_has_the_best_of_its_own_lin
     assert saver.best[0][0] == 0.8
 
 
-def test_a_pointer_that_could_not_be_written_is_written_with_the_next_save(tmp_path: Path):
+def test_a_pointer_that_could_not_be_written_is_written_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run, saver, followed = make(tmp_path, 0.5, 0.9, 0.7)
-    write, calls = saver.manager.set_best, []
+    replace, pointers = os.replace, []
 
-    def full_once(name: str) -> None:
-        calls.append(name)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(name)
+    def full_once(source: Path, target: Path) -> None:
+        if target.name == BEST:
+            pointers.append(target)
+            if len(pointers) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
 
-    saver.manager.set_best = full_once
+    monkeypatch.setattr(os, "replace", full_once)
     with capture_logs() as logs:
         run.train()
+    best = saver.manager.get_best()
+    assert best is not None
+    assert step_of(best) == 20  # where the metric was 0.9
     assert followed == [True, False, True]
     assert len([each for each in logs if "pointer to the best" in each["event"]]) == 1
