@@ -14,7 +14,7 @@ from pulsetrain.engine.events.names import READ_ONLY, Event, EventEnum, EventLik
 from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.payloads import payload_of
-from pulsetrain.engine.recording.replay.state import Playback, RecordedOptimizer, ReplayedState, Stop, refuse
+from pulsetrain.engine.recording.replay.state import Playback, RecordedOptimizer, ReplayedState, Stop
 
 __all__ = ["ReplayBus", "ReplayedEngine"]
 
@@ -45,7 +45,7 @@ class ReplayedEngine(Engine):
 
     Args:
         name: the engine's name in the log.
-        replay: that it belongs to.
+        playback: the position in the log.
         bus: shared with the log's other engines.
         logged: the values of the events that the log holds of it.
         known: custom events, to be found by their values.
@@ -55,12 +55,12 @@ class ReplayedEngine(Engine):
     bus: ReplayBus
 
     def __init__(
-        self, name: str, replay: Playback, bus: ReplayBus, logged: Iterable[str], known: Iterable[EventEnum]
+        self, name: str, playback: Playback, bus: ReplayBus, logged: Iterable[str], known: Iterable[EventEnum]
     ) -> None:
-        self._replay = replay
+        self._playback = playback
         self._counted: dict[str, tuple[str, ...]] = {}  # the events that advance a counter
         super().__init__(_no_step, name=name, bus=bus)
-        self.state = ReplayedState(name, replay, self._counted)
+        self.state = ReplayedState(name, playback, self._counted)
         self.optimizer = RecordedOptimizer(self.state)
         typed = {event.value: event for event in known}
         shipped = {event.value for event in Events}
@@ -79,19 +79,20 @@ class ReplayedEngine(Engine):
     @property
     def run_number(self) -> int:
         """Runs started: `once` means once in each."""
-        replay = self._replay
-        return int(replay.past.count(self.name, Events.STARTED.value, replay.reach()))
+        playback = self._playback
+        return int(playback.past.count(self.name, Events.STARTED.value, playback.reach()))
 
     @run_number.setter
     def run_number(self, value: int) -> None:
-        refuse(value, 0, "run_number")
+        if value:  # Engine's constructor sets it to 0
+            raise RecordingError(f"Replay: run_number={value!r} cannot be set: its value comes from the log")
 
     @property
     def should_terminate(self) -> bool | str:
         """As it was if this is TERMINATE in the log; else what a replayed handler has set during this event."""
-        event = self._replay.event
+        event = self._playback.event
         if event is not None and event.event == Events.TERMINATE.value and event.engine == self.name:
-            return self._replay.completes(event) or "skip_completed"
+            return self._playback.completes(event) or "skip_completed"
         return self._terminate
 
     @should_terminate.setter
@@ -102,7 +103,7 @@ class ReplayedEngine(Engine):
     @property
     def total_iterations(self) -> int | None:
         """How many batches the run was to take, if the log has it."""
-        total = self._replay.bounds(self.name).get("total_iterations")
+        total = self._playback.bounds(self.name).get("total_iterations")
         return None if total is None else int(total)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -136,12 +137,20 @@ class ReplayedEngine(Engine):
         """
         dispatch = self.dispatch(event)
         check_payload("fire", dispatch.event, payload)
-        now = self._replay.event
+        self._note(dispatch, payload, observed)
+
+    def fire_event(self, event_name: EventLike) -> None:
+        """Ignite's form of `fire`, without a payload: noted in the same way."""
+        self._require_registered(event_name)
+        self._note(self.dispatch(event_name), None, observed=False)
+
+    def _note(self, dispatch: Dispatch, payload: object, observed: bool) -> None:
+        now = self._playback.event
         observed = observed or self._sequence.observed or (now is not None and now.ord < 0)
         now, state = now or LoggedEvent(), self.state
         value = value_of(dispatch.event)
         fired = Event(now.seq, self.name, value, state.epoch, state.iteration, payload, now.t, observed)
-        self._replay.note_fired(self, dispatch, fired)
+        self._playback.note_fired(self, dispatch, fired)
 
     def new_event(self, dispatch: Dispatch, payload: LoggedEvent | Event, seq: int) -> Event:
         """The record of a logged event, or of one that a handler has fired, which is given as its record."""
@@ -164,7 +173,7 @@ class ReplayedEngine(Engine):
         self._deliver_posts()
         stop = None
         if self._terminate:
-            event = self._replay.event or LoggedEvent()
+            event = self._playback.event or LoggedEvent()
             stop = Stop(
                 engine=self.name,
                 reason=self._termination_reason or "should_terminate was set",

@@ -101,16 +101,15 @@ class Player:
     def note_fired(self, engine: Dispatcher, dispatch: Dispatch, event: Event) -> None:
         """A handler has fired an event."""
         self.fired.append(event)
+        if self._receivers.are_recalled and is_custom(event.type) and self._recall(event):
+            return
         if self._delivers and dispatch.connected:
             with self.bus.sequence.observing() if event.observed else nullcontext():
                 deliver(engine, dispatch, event, event.seq)
-        if self._receivers.are_recalled and is_custom(event.type):
-            self._recall(event)
 
     def seek(self, seq: int) -> None:
         """Continue at the event with this seq, or at the first after it, without calling handlers."""
         self._stopping = self._obeyed = None
-        self._recalled.clear()
         self._reached = seq - 1
         self._drop_unfinished()
         before = [self.past.last(name, None, seq - 1) for name in self.engines]
@@ -127,6 +126,7 @@ class Player:
     def _drop_unfinished(self) -> None:
         """Call no more handlers of events that were played in part, and continue after the last one that was begun."""
         self._open.clear()
+        self._recalled.clear()
         self._ahead.continue_at(self._reached + 1)
 
     def _play(self, until: Until | None) -> None:
@@ -135,8 +135,11 @@ class Player:
         self._refresh()
         while self._obeyed is None:
             if ahead.first(self._receivers.wanted) is None:
-                while self._open and self._advance(self._open[-1], END):
-                    if self._close(until):
+                if self._offer(until):
+                    return
+                while self._open:
+                    pause = self._close if self._advance(self._open[-1], END) else self._offer
+                    if pause(until):
                         return
                 self._reached = ahead.next - 1
                 if self._stopping is not None:
@@ -152,11 +155,11 @@ class Player:
             if not ahead.events and not self._open:
                 self._reached = ahead.next - 1
 
-    def _recall(self, fired: Event) -> None:
-        """Play the log's next event here, if it is the one that a handler has just fired again."""
+    def _recall(self, fired: Event) -> bool:
+        """Play the log's next event here, if it is the one that a handler has just fired again; whether it was."""
         event = self._ahead.first(self._receivers.wanted)
         if event is None or (event.engine, event.event, event.iteration) != (fired.engine, fired.type, fired.iteration):
-            return
+            return False
         self._ahead.events.popleft()
         host, self.event, self._reached, self.bus.sequence.last = self.event, event, event.seq, event.seq
         received = self._receivers.table[event.engine].get(event.event)
@@ -164,6 +167,7 @@ class Player:
             deliver(*received, event, event.seq)
         self.event = host
         self._recalled.append(event)
+        return True
 
     def _play_received(self) -> bool:
         """Play those of the events that were read that have a receiver; true to end."""
@@ -239,6 +243,7 @@ class Player:
         while self._recalled:
             event = self._recalled.popleft()
             if until is not None and until(whole(event)):
+                self.event = event
                 return True
         return False
 

@@ -15,7 +15,7 @@ from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.payloads import ReplayedOutput, plain
 from pulsetrain.engine.recording.replay.source import Past
 
-__all__ = ["METRIC_EVENTS", "Playback", "RecordedOptimizer", "ReplayedState", "Stop", "refuse"]
+__all__ = ["METRIC_EVENTS", "Playback", "RecordedOptimizer", "ReplayedState", "Stop"]
 
 BOUNDS = ("max_epochs", "max_iters", "epoch_length")
 
@@ -41,7 +41,7 @@ class Stop:
 
 
 class Playback(Protocol):
-    """What engines and their states need of the replay that they belong to."""
+    """A position in a log, as far as replayed engines and their states need it: `Player` is one."""
 
     event: LoggedEvent | None
     past: Past
@@ -67,26 +67,28 @@ class ReplayedState(State):
     log has them, and can be set.
     """
 
-    __slots__ = ("_counted", "_metrics", "_name", "_replay", "_shown")
+    __slots__ = ("_counted", "_metrics", "_is_made", "_name", "_playback", "_shown")
 
-    def __init__(self, name: str, replay: Playback, counted: Mapping[str, tuple[str, ...]]) -> None:
-        self._name, self._replay, self._counted = name, replay, counted
+    def __init__(self, name: str, playback: Playback, counted: Mapping[str, tuple[str, ...]]) -> None:
+        self._name, self._playback, self._counted = name, playback, counted
         self._metrics: dict[str, Any] = {}
         self._shown: Any = None  # the logged metrics that are among them
+        self._is_made = False
         super().__init__()
+        self._is_made = True
         for attribute in (*BOUNDS, "update", "validation_round", "rollout_round", "save", "stop_reason"):
             del self.__dict__[attribute]  # __getattr__ answers
 
     def current(self) -> LoggedEvent:
         """The engine's event at the present position, or its last one before."""
-        event = self._replay.event
+        event = self._playback.event
         if event is not None and event.engine == self._name:
             return event
         return self.last(None) or LoggedEvent()
 
     def last(self, events: frozenset[str] | None) -> LoggedEvent | None:
         """The engine's last event, or the last of these, up to the present position."""
-        return self._replay.past.last(self._name, events, self._replay.reach())
+        return self._playback.past.last(self._name, events, self._playback.reach())
 
     # The loop's attributes: State's constructor sets them once, and nothing else may.
 
@@ -96,7 +98,7 @@ class ReplayedState(State):
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        refuse(value, 0, "iteration")
+        self._refuse("iteration", value)
 
     @property
     def epoch(self) -> int:
@@ -104,12 +106,12 @@ class ReplayedState(State):
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        refuse(value, 0, "epoch")
+        self._refuse("epoch", value)
 
     @property  # type: ignore[override]  # ignite's annotation says int
     def output(self) -> ReplayedOutput | None:
         """The scalars of the last step's output by name; None before the first step."""
-        event = self._replay.event
+        event = self._playback.event
         if event is None or event.event not in _OUTPUTS or event.engine != self._name:
             event = self.last(_OUTPUTS)
         if event is None or event.output is None or event.event != _ITERATED:
@@ -122,7 +124,7 @@ class ReplayedState(State):
 
     @output.setter
     def output(self, value: object) -> None:
-        refuse(value, None, "output")
+        self._refuse("output", value)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -140,20 +142,24 @@ class ReplayedState(State):
     def metrics(self, value: dict[str, Any]) -> None:
         self._metrics, self._shown = value, None
 
+    def _refuse(self, name: str, value: object) -> None:
+        if self._is_made:
+            raise RecordingError(f"Replay: {name}={value!r} cannot be set: its value comes from the log")
+
     def __getattr__(self, name: str) -> Any:  # counters of custom events, too
         if name in BOUNDS:
-            return self._replay.bounds(self._name).get(name)
+            return self._playback.bounds(self._name).get(name)
         if name == "stop_reason":
             return self._stop_reason()
         counted = () if name.startswith("_") else self._counted.get(name, ())
         if not counted:
             raise AttributeError(f"{type(self).__name__} of {self._name!r}: the log has no {name!r}")
-        reach = self._replay.reach()
-        return max([self._replay.past.count(self._name, event, reach) for event in counted])
+        reach = self._playback.reach()
+        return max([self._playback.past.count(self._name, event, reach) for event in counted])
 
     def _stop_reason(self) -> str | None:
         """Why a replayed handler would have ended the run; else why the run ended."""
-        noted = next((stop.reason for stop in self._replay.stops if stop.engine == self._name), None)
+        noted = next((stop.reason for stop in self._playback.stops if stop.engine == self._name), None)
         if noted is not None:
             return noted
         last = self.last(_ENDS)
@@ -182,13 +188,3 @@ class RecordedOptimizer:
         if logged.event == Events.OPTIMIZER_STEP_COMPLETED.value and isinstance(logged.payload, dict):
             rates = logged.payload["learning_rates"]
         return [{"lr": plain(rate)} for rate in rates or ()]
-
-
-def refuse(value: object, initial: object, name: str) -> None:
-    """Allow an attribute that is read from the log to be initialised, but not to be set.
-
-    Raises:
-        RecordingError: the value is not the initial one.
-    """
-    if value != initial:
-        raise RecordingError(f"Replay: {name}={value!r} cannot be set: its value comes from the log")

@@ -103,3 +103,88 @@ def test_an_event_is_played_once_and_what_its_handler_fires_in_vain_is_noted(tmp
     replay.run()
     assert heard == [2, 4]
     assert [event.iteration for event in replay.fired] == [1, 2, 3, 4]
+
+
+def attach_two(engine, calls):
+    """The handlers of COMPLETED, the first of which fires two custom events; each notes its call."""
+
+    def fire_both(e):
+        calls.append("first")
+        e.fire(Steps.OUTER)
+        e.fire(Steps.INNER)
+
+    def note(name):
+        return lambda e: calls.append(name)
+
+    engine.add_event_handler(Events.COMPLETED, fire_both)
+    for name in ("second", "third"):
+        engine.add_event_handler(Events.COMPLETED, note(name))
+    for event in (Steps.OUTER, Steps.INNER):
+        engine.add_event_handler(event, note(event.value))
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A run whose last handlers fire two events."""
+    engine = Engine(lambda engine, batch: batch, name="trainer")
+    engine.register_events(*Steps)
+    EventRecorder(tmp_path).attach(engine)
+    attach_two(engine, [])
+    engine.run(range(2))
+    return tmp_path
+
+
+LIVE = ["first", "outer", "inner", "second", "third"]
+
+
+def test_a_pause_at_the_logs_end_loses_no_event_and_no_call(two):
+    replay, calls, played = Replay(two, events=[Steps]), [], []
+    attach_two(replay, calls)
+    while (event := replay.step()) is not None:
+        assert replay.event is not None
+        assert replay.event.seq == event.seq
+        played.append(event.event)
+    assert calls == LIVE
+    assert played[-3:] == ["outer", "inner", "completed"]
+
+
+@pytest.mark.parametrize("event", ["outer", "inner", "completed"])
+def test_a_run_continues_after_each_pause_at_the_logs_end(event, two):
+    replay, calls = Replay(two, events=[Steps]), []
+    attach_two(replay, calls)
+    replay.run(until=lambda each: each.event == event)
+    replay.run()
+    assert calls == LIVE
+
+
+def test_an_event_that_is_played_when_it_is_fired_again_is_not_delivered_twice(two):
+    replay, calls = Replay(two, events=[Steps], deliver_fired=True), []
+    attach_two(replay, calls)
+    replay.run()
+    assert calls == LIVE
+    assert [event.type for event in replay.fired] == ["outer", "inner"]
+
+
+def test_a_pause_after_an_error_offers_no_event_from_before_it(two):
+    replay, calls, seen = Replay(two, events=[Steps]), [], []
+    attach_two(replay, calls)
+
+    def fail(e):
+        raise ValueError("a handler's own")
+
+    replay.add_event_handler(Steps.INNER, fail)
+    with pytest.raises(ValueError, match="own"):
+        replay.run()
+    replay.run(until=lambda each: seen.append(each.event))
+    assert seen == []
+
+
+@pytest.mark.parametrize("with_record", [False, True])
+def test_ignites_form_of_fire_is_noted_and_not_delivered(with_record, two):
+    replay, heard = Replay(two, events=[Steps]), []
+    replay.add_event_handler(Events.ITERATION_COMPLETED, lambda e: e.fire_event(Steps.COUNTED))
+    listen = (lambda engine, event: heard.append(event)) if with_record else (lambda engine: heard.append(engine))
+    replay.add_event_handler(Steps.COUNTED, listen)
+    replay.run()
+    assert heard == []
+    assert [event.type for event in replay.fired] == ["counted", "counted"]

@@ -213,12 +213,13 @@ class TestState:
         state = replay.run()
         assert (state.max_epochs, state.epoch_length, state.max_iters) == (3, 10, None)
 
-    @pytest.mark.parametrize("name", ["iteration", "epoch", "output"])
-    def test_what_the_log_says_cannot_be_set(self, log, tmp_path, name):
+    @pytest.mark.parametrize(("name", "initial"), [("iteration", 0), ("epoch", 0), ("output", None)])
+    def test_what_the_log_says_cannot_be_set(self, log, tmp_path, name, initial):
         train(log)
         log.close()
-        with pytest.raises(RecordingError, match=f"{name}=5 cannot be set"):
-            setattr(Replay(tmp_path).state, name, 5)
+        for value in (5, initial):
+            with pytest.raises(RecordingError, match=f"{name}={value} cannot be set"):
+                setattr(Replay(tmp_path).state, name, value)
 
     def test_why_the_run_ended(self, log, tmp_path):
         log.add(Events.TERMINATE, payload={"reason": "enough"}, is_observed=True)
