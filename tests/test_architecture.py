@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pulsetrain import EventLog
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PLACES = sorted(set(re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", PAGE)))
@@ -84,6 +86,10 @@ other.load_checkpoint_state(trainer.checkpoint_state())
 assert again.batches == 6
 part.load_state_dict({"count": 3})
 assert part.state_dict() == {"count": 3, "reason": ""}
+part.attach(trainer)
+trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.terminate(reason="enough"))
+trainer.train()
+assert part.state_dict() == {"count": 4, "reason": "enough"}
 """
 
 
@@ -92,3 +98,36 @@ def test_the_code_on_the_page_runs_and_the_handlers_state_is_in_checkpoints():
     code = "\n".join(CODE) + USED
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+DATA = """
+import torch
+from torch import nn
+
+
+def linear():
+    return nn.Linear(2, 1)
+
+
+def batches():
+    return [(torch.ones(4, 2), torch.zeros(4, 1))] * 501
+"""
+REST = """
+model: my_module.linear
+data: my_module.batches
+strategy: {class_path: SupervisedStrategy, init_args: {loss: mse}}
+training: {max_epochs: 2, device: cpu, optimizer: sgd, schedule: constant}
+"""
+
+
+@pytest.mark.slow
+def test_the_settings_on_the_page_make_the_handler_that_they_describe(tmp_path: Path):
+    (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    (schedule,) = (block for block in CODE if "class Halving" in block)
+    (tmp_path / "my_module.py").write_text(schedule + DATA)
+    (tmp_path / "config.yaml").write_text(REST + settings + "  - EventRecorder\n")
+    command = [sys.executable, "-m", "pulsetrain", "train", "config.yaml", "--run", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    updates = EventLog(tmp_path / "run").read(event="optimizer_step_completed")
+    assert [each.payload["learning_rates"] for each in updates] == [[0.1]] * 1000 + [[0.05]] * 2
