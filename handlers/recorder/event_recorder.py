@@ -10,7 +10,7 @@ from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, EventEnum, E
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.recording import EventCheck, LogWriter
+from pulsetrain.engine.recording import EventCheck, EventLog, LogWriter
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.engine.training_run import total_iterations_of
@@ -40,7 +40,7 @@ class EventRecorder(Handler):
     {"__type__": ...}.
 
     Engines that join the bus later are recorded as well. Custom events that are registered later are recorded from the
-    next STARTED or EPOCH_STARTED. Because GRADIENTS_READY is subscribed to, the gradients' norm is computed.
+    next STARTED or EPOCH_STARTED.
 
     A run that resumes from a checkpoint continues the log. Events that the log holds after the checkpoint are kept,
     marked as superseded, and compared with what is computed again: `resume_check`, floats by their bits.
@@ -51,7 +51,9 @@ class EventRecorder(Handler):
         every: record the events of only each n-th iteration and update; all other events are always recorded.
         max_bytes: budget of the sealed log, at least 100,000: when it is reached, the events of old iterations are
             thinned to each hundredth, and an event `log_thinned` says so.
-        grad_norm: if false, GRADIENTS_READY is recorded only where something else needs the norm: clipping, a guard.
+        grad_norm: whether the gradients' norm is computed at each update, to be recorded with GRADIENTS_READY. False:
+            the event is recorded where something else needs the norm, such as clipping or a guard. By default as in the
+            run that is resumed, and False in a new one.
         rank: of this process, where several train together; each writes a separate log.
         on_error: "warn" continues when the disk is full or gone, warns once, and writes the events when it can;
             "raise" ends the run.
@@ -76,7 +78,7 @@ class EventRecorder(Handler):
         include_batches: bool = False,
         every: int | None = None,
         *,
-        grad_norm: bool = True,
+        grad_norm: bool | None = None,
         rank: int = 0,
         max_bytes: int | None = None,
         on_error: OnError = "warn",
@@ -87,7 +89,8 @@ class EventRecorder(Handler):
         if max_bytes is not None:
             check_whole_number("EventRecorder", "max_bytes", max_bytes, LEAST_BYTES)
         check_choice("EventRecorder", "on_error", on_error, ("warn", "raise"))
-        check_bool("EventRecorder", "grad_norm", grad_norm)
+        if grad_norm is not None:
+            check_bool("EventRecorder", "grad_norm", grad_norm)
         self.include_batches, self.grad_norm = include_batches, grad_norm
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
@@ -101,6 +104,7 @@ class EventRecorder(Handler):
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._begins_again = False
+        self._measures = False  # whether this handler has gradients' norms computed
 
     @property
     def folder(self) -> Path:
@@ -129,11 +133,14 @@ class EventRecorder(Handler):
                     self._subscribe(event)
                 self._known.add(identify(event)[0])
             self._subscribe_to_custom_events()
+            if self.grad_norm:
+                self._measure()
         return self
 
     def detach(self) -> None:
         self._end()
         self._attachment.cancel()
+        self._measures = False
         self._known.clear()
         self._log.forget()
 
@@ -167,11 +174,20 @@ class EventRecorder(Handler):
             "in_epoch": sorted(self._in_epoch),
             "run": writer.run,
             "seams": [list(seam) for seam in writer.seams],
+            "grad_norm": self._measures,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """CHECKPOINT_LOADED, which follows, continues the log there."""
         self._saved = dict(state) or None
+        if state:
+            self._measure_as_before(state.get("grad_norm", True))  # version 0.1 always did
+
+    def repeat(self, log: EventLog) -> None:
+        """The run in this log is repeated from its beginning: measure what its recorder measured."""
+        first = next(log.read(event=Events.STARTED.value), None)
+        if first is not None:
+            self._measure_as_before((first.observed or {}).get("grad_norm", True))
 
     def begin_again(self) -> None:
         """The run in the log is repeated from its beginning: the events there are superseded when it starts."""
@@ -192,11 +208,22 @@ class EventRecorder(Handler):
         sampled = self.every is not None and (event in FREQUENT or event is Events.ITERATION_COMPLETED)
         # FIRST: events that other receivers fire are recorded after this one
         chosen = event(every=self.every) if sampled else event
-        passive = event is Events.GRADIENTS_READY and not self.grad_norm
+        passive = event is Events.GRADIENTS_READY  # recording causes no work: see `_measure`
         receive = special.get(event, usual)
         self._attachment.subscribe(chosen, receive, phase=Phase.COMPUTE, order=FIRST, passive=passive)
         if event is Events.STARTED or event is Events.EPOCH_STARTED:
             self._attachment.subscribe(event, self._subscribe_to_custom_events, phase=Phase.COMPUTE, order=FIRST)
+
+    def _measure(self) -> None:
+        """Have the gradients' norm computed, by a subscription that is not passive."""
+        if self._attachment.bus is not None and not self._measures:
+            self._measures = True
+            wanted = Events.GRADIENTS_READY if self.every is None else Events.GRADIENTS_READY(every=self.every)
+            self._attachment.subscribe(wanted, lambda: None)
+
+    def _measure_as_before(self, measured: bool) -> None:
+        if measured and self.grad_norm is None:
+            self._measure()
 
     def _subscribe_to_custom_events(self) -> None:
         bus = self._attachment.bus
@@ -236,7 +263,7 @@ class EventRecorder(Handler):
                 self._start_again(event)
             log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
         logged = log.entry(event)
-        logged.observed = _bounds(engine)
+        logged.observed = {**_bounds(engine), "grad_norm": self._measures}
         log.write(logged)
 
     def _start_again(self, event: Event) -> None:
@@ -255,7 +282,7 @@ class EventRecorder(Handler):
         logged = self._log.entry(event, observed=event.engine in self._resumed_in_epoch)
         self._resumed_in_epoch.discard(event.engine)
         self._in_epoch.add(event.engine)
-        logged.observed = _bounds(engine)
+        logged.observed = _bounds(engine) or None
         self._log.write(logged)
 
     def _on_loaded(self, engine: Engine, event: Event) -> None:
@@ -344,9 +371,9 @@ class EventRecorder(Handler):
             self.resume_check.close()
 
 
-def _bounds(engine: Engine) -> dict[str, int] | None:
+def _bounds(engine: Engine) -> dict[str, int]:
     """The length of the run, as far as it is known; a replay reads it from the log."""
     state = engine.state
     known = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
     known["total_iterations"] = total_iterations_of(engine)
-    return {name: value for name, value in known.items() if isinstance(value, int)} or None
+    return {name: value for name, value in known.items() if isinstance(value, int)}

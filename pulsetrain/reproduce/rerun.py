@@ -125,7 +125,10 @@ class Rerun:
             trainer.add_event_handler(Events.STARTED, lambda engine: engine.data.keep_rewinds(*rewinds))
         self.check = EventCheck(iter(()))
         self.start = self.end = 0  # iterations
-        if checkpoint is not None:
+        if checkpoint is None:
+            if run is not None:
+                self.recorder.repeat(EventLog(run))
+        else:
             trainer.load_checkpoint(checkpoint)
             self.start = self.end = trainer.state.iteration
         self.tensors = TensorCheck(trainer, run, detached) if run is not None else None

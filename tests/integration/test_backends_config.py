@@ -45,7 +45,7 @@ CONFIG = {
         "seed": 3,
     },
     "handlers": [
-        "EventRecorder",
+        {"class_path": "EventRecorder", "init_args": {"grad_norm": True}},
         {"class_path": "Checkpointer", "init_args": {"every": {"iterations": 5}, "keep_last": 20}},
         "CSVLogger",
     ],

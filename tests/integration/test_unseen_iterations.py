@@ -21,7 +21,8 @@ from tests.support.models import loader, regression_model, trainer
 
 def build(folder: Path) -> Trainer:
     settings = {"max_epochs": 60, "optimizer": "sgd", "seed": 3}
-    return trainer(settings, model=regression_model(0.0), train_loader=loader(), handlers=[EventRecorder(folder)])
+    recorder = EventRecorder(folder, grad_norm=True)
+    return trainer(settings, model=regression_model(0.0), train_loader=loader(), handlers=[recorder])
 
 
 @pytest.fixture(scope="module")

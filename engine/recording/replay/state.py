@@ -67,7 +67,7 @@ class ReplayedState(State):
     log has them, and can be set.
     """
 
-    __slots__ = ("_counted", "_metrics", "_is_made", "_name", "_playback", "_shown")
+    __slots__ = ("_counted", "_is_made", "_metrics", "_name", "_playback", "_shown")
 
     def __init__(self, name: str, playback: Playback, counted: Mapping[str, tuple[str, ...]]) -> None:
         self._name, self._playback, self._counted = name, playback, counted

@@ -320,7 +320,8 @@ def test_gradient_norms_are_recorded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("grad_norm", "clip", "norms"), [(True, None, 5), (False, None, 0), (False, 1.0, 5), (True, 1.0, 5)]
+    ("grad_norm", "clip", "norms"),
+    [(True, None, 5), (False, None, 0), (None, None, 0), (False, 1.0, 5), (None, 1.0, 5), (True, 1.0, 5)],
 )
 def test_gradient_norms_are_measured_for_the_recorder_alone_or_only_recorded(tmp_path, grad_norm, clip, norms):
     torch.manual_seed(0)

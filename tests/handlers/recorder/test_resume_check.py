@@ -20,7 +20,9 @@ from pulsetrain.handlers import Checkpointer, EventRecorder
 from pulsetrain.handlers.recorder.resume_check import ResumeCheck
 
 
-def make(folder: Path, *, scale: float = 1.0, activation: nn.Module | None = None) -> Trainer:
+def make(
+    folder: Path, *, scale: float = 1.0, activation: nn.Module | None = None, grad_norm: bool | None = True
+) -> Trainer:
     torch.manual_seed(0)
     inputs = torch.randn(40, 4)
     data = TensorDataset(inputs * scale, inputs.sum(1, keepdim=True))
@@ -30,7 +32,10 @@ def make(folder: Path, *, scale: float = 1.0, activation: nn.Module | None = Non
         DataLoader(data, batch_size=20),
         strategy=SupervisedStrategy("mse"),
         config=TrainingConfig(max_epochs=3, log_every_n_steps=5, accumulate=2, seed=0),
-        handlers=[Checkpointer(folder, every=Every(iterations=6), keep_last=20), EventRecorder(folder)],
+        handlers=[
+            Checkpointer(folder, every=Every(iterations=6), keep_last=20),
+            EventRecorder(folder, grad_norm=grad_norm),
+        ],
     )
 
 
@@ -68,6 +73,19 @@ def test_a_resume_that_is_exact_says_so_once_with_the_number_of_events(tmp_path:
     assert entry["with_loss_or_norm"] == 5 + 2
     assert entry["after_update"] == 3 + 1  # iterations 15 to 17: the first update is made in iteration 14
     assert (check.waiting, check.difference) == (False, None)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resumed_run_measures_gradient_norms_if_the_interrupted_one_did(before: bool, tmp_path: Path):
+    killed_at(make(tmp_path, grad_norm=before), 17)
+    run = make(tmp_path, grad_norm=None)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert "exactly" in entry["event"]
+    norms = [event.iteration for event in EventLog(tmp_path).read(event="gradients_ready")]
+    assert (norms[-1:] == [30]) == before
+    assert bool(norms) == before
 
 
 @pytest.mark.parametrize("killed", [13, 14, 15])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pulsetrain import Trainer, verify
+from pulsetrain import EventLog, Trainer, verify
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
@@ -34,7 +34,7 @@ def build(
     fingerprints: bool = True,
     data: Any = None,
     dropout: float = 0.2,
-    grad_norm: bool = True,
+    grad_norm: bool | None = True,
 ) -> Trainer:
     marks = [Fingerprints(Every(updates=1), batches=True)] if fingerprints else []
     return trainer(
@@ -198,6 +198,13 @@ def test_without_gradient_norms_a_cause_is_found_at_the_fingerprint_of_its_itera
     assert found.divergence is not None
     assert (found.divergence.a.event, found.divergence.a.iteration) == ("state_fingerprinted", 14)
     assert found.causes[0].kind == "random numbers", str(found)
+
+
+@pytest.mark.parametrize("from_iteration", [1, pytest.param(9, marks=pytest.mark.slow)])
+def test_a_rerun_measures_the_gradient_norms_that_the_run_has_recorded(run: Path, from_iteration: int, tmp_path: Path):
+    found = verify(run, lambda: build(tmp_path / "again", grad_norm=None), from_iteration=from_iteration)
+    assert found, str(found)
+    assert "gradients_ready" in {event.event for event in EventLog(run).read()}
 
 
 @pytest.mark.parametrize("fingerprints", [False, True])
