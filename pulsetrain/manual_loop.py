@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,7 +42,10 @@ class Loop(Trainer):
 
     The arguments are those of Trainer. The body computes, and calls the optimizer's `step` where it likes;
     GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED are fired around that. Gradients that it leaves for the next batch are
-    in the checkpoints. A resumed loop continues with the same weights, bit for bit, as one that was never stopped.
+    in the checkpoints. A resumed loop continues with the same weights, bit for bit, as one that was never stopped, as
+    far as they depend on the run's own state. Of the body's variables, those that have a `state_dict`, such as a
+    scheduler or an average, are named when they change; let them subscribe, and checkpoints hold them:
+    `loop.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, scheduler.step)`. Numbers and lists are not seen.
     `accumulate` in the configuration says after how many batches the body updates, for bounds and schedules in updates.
 
     Raises:
@@ -67,6 +72,7 @@ class Loop(Trainer):
                 )
         self.external_step = self.stepper.by_hand = True
         self._to_device = self.backend.to_device
+        self._caller: FrameType | None = None  # whose code is the loop's body
         self.output = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -83,20 +89,29 @@ class Loop(Trainer):
         Raises:
             CheckpointError, ConfigurationError: as `Trainer.train`.
         """
-        self.train(resume, wait=wait)
-        while self.awaits_step:
-            self.output = None
-            try:
-                with self.as_step():
-                    yield self._to_device(self.state.batch)
-            except GeneratorExit:
-                self.abandon()
-                self.state.stop_reason = "the loop was left"
-                self.fire(Events.TERMINATE, Terminated(reason=self.state.stop_reason))
-                raise
-            self._read_output()
-            self.driver.commit_iteration()
-            self.proceed()
+        frame = inspect.currentframe()
+        self._caller = frame.f_back if frame is not None else None
+        try:
+            self.train(resume, wait=wait)
+            while self.awaits_step:
+                self.output = None
+                try:
+                    with self.as_step():
+                        yield self._to_device(self.state.batch)
+                except GeneratorExit:
+                    self.abandon()
+                    self.state.stop_reason = "the loop was left"
+                    self.fire(Events.TERMINATE, Terminated(reason=self.state.stop_reason))
+                    raise
+                self._read_output()
+                self.driver.commit_iteration()
+                self.proceed()
+        finally:
+            self._caller = None
+
+    def variables_of_loop(self) -> Mapping[str, object]:
+        """The local variables of the function that asks for the batches."""
+        return self._caller.f_locals if self._caller is not None else {}
 
     @property
     def accumulated(self) -> int:

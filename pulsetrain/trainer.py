@@ -53,6 +53,7 @@ from pulsetrain.training.arguments import (
     resolve_strategy,
     writes_for_all,
 )
+from pulsetrain.training.fixed import fix
 from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_driver import RunDriver
@@ -182,7 +183,7 @@ class Trainer(Engine):
                 "data": self.data,
                 "validation": self.validator,
                 "reporter": self.reporter,
-                "unsaved": UnsavedState(self.registry, self.data, of_subclass),
+                "unsaved": UnsavedState(self.registry, self.data, of_subclass, self.variables_of_loop),
             },
             self.data,
             self.registry,
@@ -197,6 +198,10 @@ class Trainer(Engine):
                 handler.attach(self)
         self.callbacks.attach(self)
         self.registry.remember()
+
+    def variables_of_loop(self) -> Mapping[str, object]:
+        """The variables of a loop that is written by hand; a Trainer has none."""
+        return {}
 
     def train(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> dict[str, list[float]]:
         """Train to the configured bound.
@@ -410,3 +415,6 @@ class Trainer(Engine):
         super().report_exhausted()
         if not self.is_done:
             self.terminate(reason=f"the data ended after {self.state.iteration} iterations, before the run's bound")
+
+
+fix(Trainer)

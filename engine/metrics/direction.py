@@ -21,6 +21,7 @@ _HIGHER = ("accuracy", "f1", "precision", "recall", "auc", "iou", "bleu", "retur
 _CHANGING = (
     "neg", "negative", "negated", "minus", "inv", "inverse", "inverted", "non", "not", "false", "drop", "gap", "delta",
     "diff", "difference", "change", "scale", "weight", "ratio", "coef", "coefficient", "std", "variance", "target",
+    "missed", "complement", "opposite", "violation", "violations", "time", "correction", "rejected",
     "reduction", "improvement", "increase", "decrease", "degradation", "regret", "penalty", "free", "no", "explained",
 )  # fmt: skip
 

@@ -111,6 +111,10 @@ class CSVLogger(TextFileLogger[_Cells]):
             self.rewrite(self.read_lines() if self._columns else (), [*(self._columns or _LEADING), *new])
         return _table(lines, self._columns)
 
+    def forget_file(self) -> None:
+        super().forget_file()
+        self._columns, self._last = (), None
+
     def rewrite(self, lines: Sequence[_Cells], columns: Sequence[str] = ()) -> None:
         columns = columns or self._columns
         replace_file(self.path, _table([{name: name for name in columns}, *lines], columns))

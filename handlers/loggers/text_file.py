@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pulsetrain.engine import Engine, Event, Events, Every, OnError, RunFolderError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.loggers.base import MetricLogger
+from pulsetrain.handlers.loggers.base import MetricLogger, Status
 from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file, writing
 
@@ -73,6 +73,9 @@ class TextFileLogger(MetricLogger, Generic[Line]):
     def open(self, engine: Engine) -> None:
         self._adopt()
 
+    def close(self, status: Status) -> None:
+        self._check_presence()
+
     def state_dict(self) -> dict[str, Any]:
         """How many lines the file has, including those that wait to be written, and how many wait if any do."""
         waiting = {"waiting": len(self._waiting)} if self._waiting else {}
@@ -102,6 +105,10 @@ class TextFileLogger(MetricLogger, Generic[Line]):
     @abstractmethod
     def encoded(self, lines: Sequence[Line]) -> bytes:
         """The lines as they are appended to the file."""
+
+    def forget_file(self) -> None:
+        """The file is gone: the next line begins a new one."""
+        self._written, self._replaced = 0, None
 
     def rewrite(self, lines: Sequence[Line]) -> None:
         """Replace the file by one with these lines."""
@@ -167,6 +174,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
 
     def _write(self) -> None:
         """Write the lines that wait."""
+        self._check_presence()
         with self._use.taken(), writing(self._place, self.folder, self.file_name):
             while lines := list(islice(self._waiting, _AT_ONCE)):
                 content = self.encoded(lines)
@@ -175,6 +183,17 @@ class TextFileLogger(MetricLogger, Generic[Line]):
                 self._replaced = None
                 for _ in lines:
                     self._waiting.popleft()
+
+    def _check_presence(self) -> None:
+        """Warn if the file has been removed since it was written to."""
+        if self._written and not self.path.exists():
+            get_logger("handlers").warning(
+                f"{self.path.name} has been removed during the run: its {self.unit} are lost, and new ones begin "
+                "another file",
+                path=str(self.path),
+                lost=self._written,
+            )
+            self.forget_file()
 
     def _subscribe(self) -> None:
         super()._subscribe()

@@ -1,4 +1,4 @@
-"""Whether a folder holds what a run has recorded: a checkpoint, a log, metrics or figures."""
+"""Whether a folder holds what a run has recorded: a checkpoint, a log, metrics, weights, texts, traces or figures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pulsetrain.engine.recording.log.writer import log_files
 __all__ = ["holds_run"]
 
 _METRICS = ("metrics.csv", "metrics.jsonl")  # of the loggers
+_OTHERS = ("best_model.pt", "samples/iteration-*[1-9]*.txt", "profile/trace-*.json")  # of other handlers
 _FIGURES = ("loss", "metrics", "learning_rate", "grad_norm", "throughput", "*confusion_matrix")  # that `Plots` draws
 
 
@@ -22,6 +23,8 @@ def holds_run(folder: Path) -> bool:
     if find_checkpoints(folder / "checkpoints") or any(_has_lines(folder / name) for name in _METRICS):
         return True
     if any(map(_has_steps, folder.glob("tensorboard/*tfevents*"))) or _has_figures(folder / "plots"):
+        return True
+    if any(any(folder.glob(each)) for each in _OTHERS):
         return True
     try:
         return any(True for _ in EventLog(folder).read(iteration=(1, None)))

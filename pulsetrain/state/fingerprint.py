@@ -30,10 +30,10 @@ from pulsetrain.state.digests import (
     state_of_generator,
 )
 from pulsetrain.state.handler_registry import attributes_of
-from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, held_by, is_users, package_of
+from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, held_by, is_of_project, is_users, package_of
 from pulsetrain.state.part import keeps_state
 
-__all__ = ["Fingerprint", "attributes_of_module", "own_attributes"]
+__all__ = ["Fingerprint", "attributes_of_module", "own_attributes", "values_of_class", "variables_of"]
 
 DEPTH = 2  # how many containers and objects inside of each other are looked into
 ELEMENTS = 10_000  # how many of an attribute
@@ -158,8 +158,8 @@ class Fingerprint:
         function = isinstance(value, _FUNCTIONS)
         if isinstance(value, GENERATORS):
             return (kind, state_of_generator(value)) if self.reads_generators else kind
-        if not function and package_of(value) == "pulsetrain":
-            return kind  # saved, if it belongs to the run
+        if not function and package_of(value) == "pulsetrain" and not keeps_state(value):
+            return kind
         if hasattr(type(value), "close") or isinstance(value, np.memmap):  # which may be opened when it is first needed
             self.unseen.add(self._path)
             return id(type(None)), None
@@ -258,13 +258,13 @@ def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
     """
     if isinstance(holder, _FUNCTIONS):
         if isinstance(holder, partial) or is_users(holder):
-            yield from (*held_by(holder), *_variables(holder), *getattr(holder, "__dict__", {}).items())
+            yield from (*held_by(holder), *variables_of(holder), *getattr(holder, "__dict__", {}).items())
         elif isinstance(holder, MethodType):
             yield "", holder.__self__
         return
     of_library, iterated = package_of(holder) in LIBRARIES, hasattr(type(holder), "__iter__")
     streams = isinstance(holder, IterableDataset) and keeps_state(holder)
-    for name, value in {**_of_class(type(holder)), **attributes_of(holder)}.items():
+    for name, value in {**values_of_class(type(holder)), **attributes_of(holder)}.items():
         if name in _torchs() or _is_cached(holder, name):
             continue
         if of_library and name.startswith("_") and not (isinstance(value, partial) or is_users(value)):
@@ -299,7 +299,7 @@ def _name_of(function: object) -> str:
     return getattr(function, "__qualname__", "")
 
 
-def _of_class(kind: type) -> dict[str, object]:
+def values_of_class(kind: type) -> dict[str, object]:
     """The plain values that the user's classes hold."""
     found: dict[str, object] = {}
     for each in reversed(kind.__mro__):
@@ -324,9 +324,23 @@ def _is_read(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def _variables(function: object) -> Iterator[tuple[str, object]]:
-    """The variables of its module that a function names."""
+def variables_of(function: object) -> Iterator[tuple[str, object]]:
+    """The variables of its module that a function names; of classes and modules among them, the values they hold."""
     code = getattr(function, "__code__", None)
-    for name in code.co_names if code is not None else ():
+    names = code.co_names if code is not None else ()
+    for name in names:
         if name in function.__globals__:  # type: ignore[attr-defined]  # which what has code has
-            yield name, function.__globals__[name]  # type: ignore[attr-defined]
+            value = function.__globals__[name]  # type: ignore[attr-defined]
+            yield name, value
+            for attribute, held in _of_namespace(value, names):
+                yield f"{name}.{attribute}", held
+
+
+def _of_namespace(value: object, names: Container[str]) -> Iterator[tuple[str, object]]:
+    """The values that a class of the user's holds, or those of these names in a module of the user's."""
+    if isinstance(value, type) and is_of_project(value.__module__):
+        yield from values_of_class(value).items()
+    elif isinstance(value, ModuleType) and is_of_project(value.__name__):
+        for name, held in vars(value).items():
+            if name in names and isinstance(held, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray)):
+                yield name, held

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import cast
 
@@ -20,7 +21,9 @@ import torch
 from pulsetrain.engine.arrays import is_array
 from pulsetrain.state.handler_registry import attributes_of
 
-__all__ = ["GENERATORS", "LIBRARIES", "generators_in", "held_by", "is_users", "of_process", "package_of"]
+__all__ = [
+    "GENERATORS", "LIBRARIES", "generators_in", "held_by", "is_of_project", "is_users", "of_process", "package_of",
+]  # fmt: skip
 
 _Held = Iterable[tuple[str, object]]  # objects, each with its name or path
 
@@ -50,6 +53,16 @@ def is_users(value: object) -> bool:
     while isinstance(value, (partial, MethodType)):
         value = value.func if isinstance(value, partial) else value.__func__
     return package_of(value) not in LIBRARIES
+
+
+def is_of_project(module: str) -> bool:
+    """Whether a module is the user's own: neither of the libraries below a run nor installed from a package.
+
+    >>> is_of_project("torch.nn"), is_of_project("pytest"), is_of_project("__main__")
+    (False, False, True)
+    """
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module.partition(".")[0] not in LIBRARIES and not {"site-packages", "dist-packages"} & {*Path(file).parts}
 
 
 def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> Iterator[str]:

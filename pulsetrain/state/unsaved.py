@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from inspect import get_annotations
 from types import FunctionType, SimpleNamespace
@@ -20,11 +20,12 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
-from pulsetrain.state.fingerprint import Fingerprint, attributes_of_module
+from pulsetrain.state.fingerprint import Fingerprint, attributes_of_module, values_of_class, variables_of
 from pulsetrain.state.handler_registry import HandlerRegistry, state_of
 from pulsetrain.state.loader_parts import parts_of_loader
+from pulsetrain.state.metrics_watch import MetricsWatch
 from pulsetrain.state.module_state import DROPOUTS, modules_in
-from pulsetrain.state.object_graph import generators_in, is_users, of_process, package_of
+from pulsetrain.state.object_graph import generators_in, is_of_project, is_users, of_process, package_of
 from pulsetrain.state.part import StateDict, keeps_state, require
 from pulsetrain.state.run_state import Counters
 from pulsetrain.state.validation_sets import states_of_sets
@@ -53,10 +54,17 @@ class UnsavedState:
         registry: the handlers and other subscribers.
         data: refuses a loader's state that cannot be saved, when its first pass begins.
         users: the names of attributes that a subclass of the run's class has set before the run was made.
+        variables: those of a loop written by hand, by name; the ones that keep state are compared.
     """
 
-    def __init__(self, registry: HandlerRegistry, data: DataCursor, users: Collection[str] = ()) -> None:
-        self._registry, self._data, self._users = registry, data, frozenset(users)
+    def __init__(
+        self,
+        registry: HandlerRegistry,
+        data: DataCursor,
+        users: Collection[str] = (),
+        variables: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        self._registry, self._data, self._users, self._variables = registry, data, frozenset(users), variables
         self._saves = False
         self.reset()
 
@@ -68,12 +76,12 @@ class UnsavedState:
         # handlers of STARTED may still prepare the model
         engine.bus.subscribe(Events.STARTED, self._begin, sender=engine, phase=Phase.PERSIST, order=LAST)
         # each validation set resets the metrics in the phase COMPUTE
-        engine.evaluator.add_event_handler(Events.EPOCH_STARTED, self._look_at_metrics, phase=Phase.PERSIST)
+        engine.evaluator.add_event_handler(Events.EPOCH_STARTED, self._begin_metrics, phase=Phase.PERSIST)
         engine.add_event_handler(Events.CHECKPOINT_SAVED, self._report, phase=Phase.OBSERVE)
 
     def reset(self) -> None:
         self._start: Fingerprint | None = None
-        self._metrics: Fingerprint | None = None
+        self._metrics = MetricsWatch(lambda: self._run.val_metrics)
         self._changed: set[str] = set()  # since the run began, in this process or an earlier one
         self._reported: set[str] = set()
 
@@ -83,9 +91,10 @@ class UnsavedState:
         if self._start is not None:
             self._changed.update(self._data.changed_in_workers())
             now = self._look()
+            self._changed.update(self._metrics.changed())
             if now is not None:
                 self._changed.update(now.changed_since(self._start))
-                unseen = now.unseen
+                unseen = now.unseen | self._metrics.unseen
         return {"changed": sorted(self._changed), "not_seen": sorted(unseen)}
 
     def check_state_dict(self, state: StateDict) -> None:
@@ -106,6 +115,10 @@ class UnsavedState:
     def _begin(self) -> None:
         if self._saves and self._start is None:
             self._start = self._look()
+
+    def _begin_metrics(self) -> None:
+        if self._start is not None:
+            self._metrics.begin()
 
     def _look(self) -> Fingerprint | None:
         """The fingerprint; None, with a warning, if code of the user's raises where that is not expected."""
@@ -166,7 +179,8 @@ class UnsavedState:
         loaders = _loaders_of(run)
         known: list[object] = [run, run.strategy, run.optimizer, run.backend]
         known += [each for _, loader, parts in loaders for each in (loader, *parts.values())]
-        known += [*registry.subscribers(), *modules.values(), *parts_of(run.optimizer).values()]
+        known += [*registry.all_owners(), *modules.values(), *parts_of(run.optimizer).values()]
+        known += run.val_metrics.values()
         tensors = [each for module in modules.values() for each in _tensors(module)]
         found = Fingerprint([*known, *tensors, *of_process()])
         for path, module in modules.items():
@@ -191,39 +205,40 @@ class UnsavedState:
         }
         state = {name: value for name, value in vars(engine.state).items() if name not in saved}
         found.add_attributes("state", SimpleNamespace(**state))
-        for name, value in vars(run).items():
+        for name, value in {**values_of_class(type(run)), **vars(run)}.items():
             if name not in self._own:
                 found.add(f"trainer.{name}", value)
         found.reads_generators = False  # of the data, they are reported at the start
         for prefix, loader, parts in loaders:
             _add_loader(found, prefix, loader, parts)
         found.reads_generators = True
+        self._add_subscribers(found)
+        for name, held in self._variables().items():
+            if keeps_state(held) and id(held) not in map(id, known):
+                found.add(f"variable {name} of the loop", held)
+        return found
+
+    def _add_subscribers(self, found: Fingerprint) -> None:
+        """What the user's handlers, functions and filters hold, and which there are."""
+        registry = self._registry
         for handler in registry.subscribers():
-            if is_users(handler) and not keeps_state(handler):
-                found.add_attributes(f"handler {type(handler).__name__}", handler)
+            if is_users(handler):
+                path = f"handler {type(handler).__name__}"
+                if not keeps_state(handler):
+                    found.add_attributes(path, handler)
+                _add_variables(found, path, type(handler))
         counts: Counter[str] = Counter()
-        for subscription in [*registry.subscriptions(), *registry.subscriptions(run.evaluator)]:
+        for subscription in [*registry.subscriptions(), *registry.subscriptions(self._run.evaluator)]:
+            path = f"handler {subscription.description}"
+            if is_users(subscription.filter):
+                found.add_attributes(f"{path}: filter", subscription.filter)
             if not is_users(subscription.handler):
                 continue
-            path = f"handler {subscription.description}"
             counts[path] += 1
             found.hashes[path] = counts[path]
             if isinstance(subscription.handler, (FunctionType, partial)):
                 found.add_attributes(path, subscription.handler)
                 found.add(f"{path}: arguments", [*subscription.args, *subscription.kwargs.values()])
-        return found
-
-    def _look_at_metrics(self) -> None:
-        """What the user's metrics still hold when a validation has reset them."""
-        if self._start is None:
-            return
-        found = Fingerprint()
-        for name, metric in self._run.val_metrics.items():
-            if is_users(metric) and package_of(metric) != "torchmetrics":
-                found.add_attributes(f"metric {name}", metric)
-        if self._metrics is None:
-            self._metrics = found
-        self._changed.update(found.changed_since(self._metrics))
 
 
 def _loaders_of(run: TrainingRun) -> list[tuple[str, object, dict[str, object]]]:
@@ -314,6 +329,16 @@ def _add_hooks(found: Fingerprint, path: str, hooks: list[Any]) -> None:
     found.hashes[f"{path}: hooks"] = hash(tuple(names))
     for number, each in enumerate(filter(is_users, hooks)):
         found.add_attributes(f"{path}: hook {number}", each)
+
+
+def _add_variables(found: Fingerprint, path: str, kind: type) -> None:
+    """The variables of modules that the methods of the user's classes name."""
+    for each in kind.__mro__:
+        if is_of_project(each.__module__):
+            for method in vars(each).values():
+                if isinstance(method, FunctionType):
+                    for name, value in variables_of(method):
+                        found.add(f"{path}: {name}", value)
 
 
 @cache

@@ -14,7 +14,14 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, MetricNotFoundError, PretrainStrategy, SupervisedStrategy
+from pulsetrain.engine import (
+    ConfigurationError,
+    Events,
+    MetricNotFoundError,
+    PretrainStrategy,
+    SupervisedStrategy,
+    TorchBackend,
+)
 from pulsetrain.engine.metrics import Accuracy
 from pulsetrain.engine.schedules import Constant
 from pulsetrain.handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
@@ -236,3 +243,40 @@ def test_targets_that_a_custom_loss_treats_as_missing_are_accepted():
 def test_a_metric_may_not_take_a_name_that_the_strategy_makes():
     with pytest.raises(ConfigurationError, match="perplexity"):
         Trainer(Tokens(), [torch.tensor([[1, 2]])], strategy="pretrain", metrics={"perplexity": Accuracy()})
+
+
+REPLACEMENTS = {
+    "model": lambda run: regression_model(),
+    "optimizer": lambda run: torch.optim.SGD(run.model.parameters(), lr=0.5),
+    "strategy": lambda run: SupervisedStrategy("mse"),
+    "backend": lambda run: TorchBackend(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_what_the_run_would_not_use_cannot_be_set(name: str):
+    run = trainer({"max_epochs": 1})
+    before = getattr(run, name)
+    with pytest.raises(ConfigurationError, match=rf"Trainer\({name}=.*\): cannot be replaced.*make a new Trainer"):
+        setattr(run, name, REPLACEMENTS[name](run))
+    setattr(run, name, before)
+    assert getattr(run, name) is before
+
+
+def test_the_data_can_be_replaced_between_runs_alone():
+    run = trainer({"max_epochs": 1})
+    refusals = []
+
+    @run.on(Events.ITERATION_COMPLETED(once=2))
+    def replace() -> None:
+        try:
+            run.train_loader = loader()
+        except ConfigurationError as error:
+            refusals.append(str(error))
+
+    run.train()
+    assert len(refusals) == 1
+    assert "set it between two runs" in refusals[0]
+    run.train_loader = [*run.train_loader][:3]
+    run.train()
+    assert run.state.iteration == 3

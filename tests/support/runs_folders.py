@@ -10,7 +10,16 @@ from typing import Any
 
 from pulsetrain import Trainer
 from pulsetrain.engine import Events
-from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, JSONLinesLogger, Plots, TensorBoardLogger
+from pulsetrain.handlers import (
+    BestModel,
+    Checkpointer,
+    CSVLogger,
+    EventRecorder,
+    JSONLinesLogger,
+    Plots,
+    SampleText,
+    TensorBoardLogger,
+)
 from tests.support.models import loader, trainer
 
 Make = Callable[[Path], Any]
@@ -22,6 +31,8 @@ RECORDING: dict[str, Make] = {  # what later runs must not be mixed with
     "JSONLinesLogger": JSONLinesLogger,
     "TensorBoardLogger": TensorBoardLogger,
     "Plots": lambda folder: Plots(folder, formats=["svg"]),
+    "BestModel": lambda folder: BestModel(folder=folder),
+    "SampleText": lambda folder: SampleText("a", folder=folder, generate=lambda *arguments, **options: "text"),
 }
 
 

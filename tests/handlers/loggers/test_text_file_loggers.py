@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from pulsetrain.engine import Every
+from pulsetrain.engine import Events, Every, Phase
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import CSVLogger, JSONLinesLogger
 from tests.support.engines import log_each_iteration, make_engine, validated
@@ -279,3 +279,24 @@ def test_lines_that_wait_after_a_checkpoint_are_not_written(make, name, found, u
     full(False)
     at(engine, 1, kept + 1, {"a": 9.0})
     assert [iteration for iteration, _ in found(tmp_path)] == list(range(1, kept + 2))
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_file_that_is_removed_during_the_run_is_warned_of_and_begun_again(
+    make, name, found, unit, tmp_path, at_the_end
+):
+    engine = make_engine()
+    log_each_iteration(engine, lambda i: {"a": float(i)})
+    logger = make(tmp_path).attach(engine)
+    removed = 4 if at_the_end else 2
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=removed), (tmp_path / name).unlink, phase=Phase.PERSIST)
+    with capture_logs() as logs:
+        engine.run([0] * 4, max_epochs=1)
+    (warning,) = (each for each in logs if each["log_level"] == "warning")
+    assert "has been removed during the run" in warning["event"]
+    assert (warning["lost"], warning["path"]) == (removed, str(tmp_path / name))
+    assert logger.state_dict()[unit] == 4 - removed
+    if at_the_end:
+        assert not (tmp_path / name).exists()
+    else:
+        assert found(tmp_path) == [(3, 3.0), (4, 4.0)]

@@ -115,6 +115,7 @@ def test_progress_of_a_plateau_is_loaded_whatever_the_direction():
 
 
 WORDS = ["neg", "negative", "minus", "inv", "inverse", "non", "not", "false", "drop", "gap", "delta", "diff", "ratio"]
+WORDS += ["missed", "complement", "opposite", "violations", "time", "correction", "rejected"]
 
 
 @pytest.mark.parametrize("word", [*WORDS, "scale", "weight", "coef"])

@@ -24,7 +24,6 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import MetricsLogged
 from pulsetrain.engine.recording import EventLog, Replay, diff
 from pulsetrain.handlers import (
-    BestModel,
     Checkpointer,
     CrashBundle,
     CSVLogger,
@@ -32,7 +31,6 @@ from pulsetrain.handlers import (
     JSONLinesLogger,
     Plots,
     Profiler,
-    SampleText,
 )
 from pulsetrain.handlers.run_files import ownership
 from tests.support.models import loader, trainer
@@ -42,8 +40,6 @@ WRITING: dict[str, Make] = {
     **RECORDING,
     "CrashBundle": CrashBundle,
     "Profiler": Profiler,
-    "BestModel": lambda folder: BestModel(folder=folder),
-    "SampleText": lambda folder: SampleText("a", folder=folder, generate=lambda *arguments: "text"),
 }
 
 

@@ -1,0 +1,44 @@
+"""Attributes of a trainer that cannot be replaced, since its parts keep the object that they were made with."""
+
+from __future__ import annotations
+
+from pulsetrain.engine import Engine
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["fix"]
+
+_NEW = "make a new Trainer with it, or "
+_INSTEAD = {
+    "model": _NEW + "load other weights: model.load_state_dict()",
+    "optimizer": _NEW + "change the values in optimizer.param_groups",
+    "strategy": _NEW + "change the attributes of the present one",
+    "backend": "make a new Trainer with it",
+    "train_loader": "set it between two runs, or let the data set change what it gives",
+}
+
+
+class _Fixed:
+    """Without `__get__`, reading the attribute is as fast as reading any other."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set__(self, trainer: Engine, value: object) -> None:
+        held, name = vars(trainer), self._name
+        is_made = "driver" in held and value is not held.get(name)
+        if is_made and (name != "train_loader" or trainer.is_running or trainer.is_paused):
+            raise ConfigurationError(
+                f"cannot be replaced: the trainer would continue with the one that it has; {_INSTEAD[name]}",
+                "Trainer",
+                **{name: type(value)},
+            )
+        held[name] = value
+
+
+def fix(kind: type[Engine]) -> None:
+    """Let a class refuse other values for the attributes that its parts have been made with.
+
+    Raises, when one is set: ConfigurationError.
+    """
+    for name in _INSTEAD:
+        setattr(kind, name, _Fixed(name))
