@@ -24,7 +24,7 @@ def holds_run(folder: Path) -> bool:
         return True
     if any(map(_has_steps, folder.glob("tensorboard/*tfevents*"))) or _has_figures(folder / "plots"):
         return True
-    if any(any(folder.glob(each)) for each in _OTHERS):
+    if any(file.is_file() for each in _OTHERS for file in folder.glob(each)):
         return True
     try:
         return any(True for _ in EventLog(folder).read(iteration=(1, None)))

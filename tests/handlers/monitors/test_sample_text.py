@@ -87,10 +87,10 @@ def test_the_end_is_written_once_and_a_cadence_of_its_own_is_not_needed(tmp_path
     assert sample.texts == [files(tmp_path)["iteration-00000008.txt"].rstrip("\n")]
 
 
-def test_a_resumed_run_writes_over_repeated_text(tmp_path):
+def test_a_run_that_is_repeated_writes_over_repeated_text(tmp_path):
+    engine = make_engine_with(Writer())
+    SampleText("a", tmp_path, Every(iterations=2), length=3).attach(engine)
     for _ in range(2):
-        engine = make_engine_with(Writer())
-        SampleText("a", tmp_path, Every(iterations=2), length=3).attach(engine)
         engine.run([0] * 4)
     assert list(files(tmp_path)) == ["iteration-00000002.txt", "iteration-00000004.txt"]
 
