@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompl
 from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.gradients import grad_norm
 from pulsetrain.engine.step.protocols import TrainingResult
+from pulsetrain.state.loop_variables import variables_with_state
 from pulsetrain.trainer import Trainer
 from pulsetrain.training.stepper import rates_of
 
@@ -52,6 +52,8 @@ class Loop(Trainer):
         ConfigurationError: as Trainer, or a setting of the step, which the body decides.
     """
 
+    _variables: Mapping[str, object]
+
     output: Any
     """The body's loss, or a mapping with one; read when the next batch is asked for."""
 
@@ -72,7 +74,7 @@ class Loop(Trainer):
                 )
         self.external_step = self.stepper.by_hand = True
         self._to_device = self.backend.to_device
-        self._caller: FrameType | None = None  # whose code is the loop's body
+        self._variables = {}
         self.output = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -90,7 +92,8 @@ class Loop(Trainer):
             CheckpointError, ConfigurationError: as `Trainer.train`.
         """
         frame = inspect.currentframe()
-        self._caller = frame.f_back if frame is not None else None
+        self._variables = variables_with_state(frame.f_back if frame is not None else None)
+        del frame
         try:
             self.train(resume, wait=wait)
             while self.awaits_step:
@@ -107,11 +110,10 @@ class Loop(Trainer):
                 self.driver.commit_iteration()
                 self.proceed()
         finally:
-            self._caller = None
+            self._variables = {}
 
     def variables_of_loop(self) -> Mapping[str, object]:
-        """The local variables of the function that asks for the batches."""
-        return self._caller.f_locals if self._caller is not None else {}
+        return self._variables
 
     @property
     def accumulated(self) -> int:

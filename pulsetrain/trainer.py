@@ -198,9 +198,10 @@ class Trainer(Engine):
                 handler.attach(self)
         self.callbacks.attach(self)
         self.registry.remember()
+        self._is_made = True
 
     def variables_of_loop(self) -> Mapping[str, object]:
-        """The variables of a loop that is written by hand; a Trainer has none."""
+        """The variables of a loop that is written by hand, as far as they keep state; a Trainer has none."""
         return {}
 
     def train(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> dict[str, list[float]]:

@@ -189,7 +189,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         if self._written and not self.path.exists():
             get_logger("handlers").warning(
                 f"{self.path.name} has been removed during the run: its {self.unit} are lost, and new ones begin "
-                "another file",
+                "another file where that can be written",
                 path=str(self.path),
                 lost=self._written,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import re
 from array import array
 from collections import deque
@@ -10,7 +11,7 @@ from enum import Enum
 from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import PurePath
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +34,15 @@ from pulsetrain.state.handler_registry import attributes_of
 from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, held_by, is_of_project, is_users, package_of
 from pulsetrain.state.part import keeps_state
 
-__all__ = ["Fingerprint", "attributes_of_module", "own_attributes", "values_of_class", "variables_of"]
+__all__ = [
+    "Fingerprint",
+    "attributes_of_module",
+    "is_plain",
+    "names_in",
+    "own_attributes",
+    "values_of_class",
+    "variables_of",
+]
 
 DEPTH = 2  # how many containers and objects inside of each other are looked into
 ELEMENTS = 10_000  # how many of an attribute
@@ -47,6 +56,7 @@ _BYTES = (bytearray, memoryview, array)
 _OPAQUE = (type, ModuleType, IgniteEngine, DataLoader)
 _CONSTANT = (Enum, torch.dtype, torch.device, torch.Size, np.dtype, range, slice, re.Pattern, PurePath)
 _NOTES = ("deprecation_warnings", "warnings_issued")  # what transformers has warned about
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 _SHORT = 64  # characters
 _READ, _READ_OF_EACH = 1000, 256  # how many tensors inside of containers are read, and how many elements of each
 
@@ -188,7 +198,8 @@ class Fingerprint:
         """Of a module that no other part saves: its weights, and what each of its modules holds besides."""
         if value in self._modules:
             return None
-        held = [(name, digest(each)) for name, each in (*value.named_parameters(), *value.named_buffers())]
+        tensors = (*value.named_parameters(), *value.named_buffers())
+        held = [(name, digest(each)) for name, each in tensors if id(each) not in self._known]
         found = []
         for path, each in value.named_modules(memo=self._modules):
             self._left -= 1
@@ -327,20 +338,44 @@ def _is_read(value: object) -> bool:
 def variables_of(function: object) -> Iterator[tuple[str, object]]:
     """The variables of its module that a function names; of classes and modules among them, the values they hold."""
     code = getattr(function, "__code__", None)
-    names = code.co_names if code is not None else ()
-    for name in names:
-        if name in function.__globals__:  # type: ignore[attr-defined]  # which what has code has
-            value = function.__globals__[name]  # type: ignore[attr-defined]
-            yield name, value
-            for attribute, held in _of_namespace(value, names):
-                yield f"{name}.{attribute}", held
+    if code is None:  # a partial, or a callable that is not written in Python
+        return
+    variables, attributes = names_in(code)
+    for name in sorted(variables & function.__globals__.keys()):  # type: ignore[attr-defined]  # which what has code has
+        value = function.__globals__[name]  # type: ignore[attr-defined]
+        yield name, value
+        yield from _of_namespace(name, value, attributes)
 
 
-def _of_namespace(value: object, names: Container[str]) -> Iterator[tuple[str, object]]:
-    """The values that a class of the user's holds, or those of these names in a module of the user's."""
+@cache
+def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of global variables in a function's code and the functions inside it, and all other names in them."""
+    instructions = list(dis.get_instructions(code))
+    variables = {str(each.argval) for each in instructions if each.opname in _GLOBAL}
+    others = {*code.co_names}
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            inner, names = names_in(each)
+            variables |= inner
+            others |= names
+    return frozenset(variables), frozenset(others)
+
+
+def _of_namespace(path: str, value: object, names: Container[str], depth: int = 2) -> Iterator[tuple[str, object]]:
+    """The plain values of these names in a module of the user's, and those of the user's classes, by their paths."""
+    if not depth or (isinstance(value, type) and issubclass(value, Enum)):
+        return
     if isinstance(value, type) and is_of_project(value.__module__):
-        yield from values_of_class(value).items()
-    elif isinstance(value, ModuleType) and is_of_project(value.__name__):
-        for name, held in vars(value).items():
-            if name in names and isinstance(held, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray)):
-                yield name, held
+        yield from ((f"{path}.{name}", held) for name, held in values_of_class(value).items())
+    elif not (isinstance(value, ModuleType) and is_of_project(value.__name__)):
+        return
+    for name, held in [*vars(value).items()]:
+        if name in names and isinstance(held, (type, ModuleType)):
+            yield from _of_namespace(f"{path}.{name}", held, names, depth - 1)
+        elif name in names and isinstance(value, ModuleType) and is_plain(held):
+            yield f"{path}.{name}", held
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is a number, a text, a container or an array."""
+    return isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray))

@@ -80,13 +80,9 @@ class HandlerRegistry:
                 owners.setdefault(id(owner), owner)
         return list(owners.values())
 
-    def all_owners(self) -> list[object]:
-        """The run's own parts, and all objects that subscribe to any engine of its bus."""
-        bus = self.engine.bus
-        signals = [signal for signal in bus.values() if isinstance(signal, EventSignal)]
-        found = [each for signal in signals for engine in bus.engines for each in signal.subscriptions(id(engine))]
-        owners = [_owner(each.handler) for each in found]
-        return [*self._own, *self.subscribers(), *(owner for owner in owners if owner is not None)]
+    def saved(self) -> list[object]:
+        """What is saved or compared elsewhere: the run's own parts, and the subscribers."""
+        return [*self._own, *self.subscribers()]
 
     def stateful(self) -> dict[str, Stateful]:
         """The subscribers that keep state, by class name and metric, numbered where two have the same name."""

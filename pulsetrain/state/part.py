@@ -58,7 +58,10 @@ def keeps_state(value: object) -> TypeGuard[Stateful]:
     >>> keeps_state([])
     False
     """
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    try:
+        return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    except Exception:  # code of the user's answers
+        return False
 
 
 def require(part: str, state: Collection[str], names: Iterable[str]) -> None:

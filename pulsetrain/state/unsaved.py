@@ -20,10 +20,9 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
-from pulsetrain.state.fingerprint import Fingerprint, attributes_of_module, values_of_class, variables_of
+from pulsetrain.state.fingerprint import Fingerprint, attributes_of_module, is_plain, values_of_class, variables_of
 from pulsetrain.state.handler_registry import HandlerRegistry, state_of
 from pulsetrain.state.loader_parts import parts_of_loader
-from pulsetrain.state.metrics_watch import MetricsWatch
 from pulsetrain.state.module_state import DROPOUTS, modules_in
 from pulsetrain.state.object_graph import generators_in, is_of_project, is_users, of_process, package_of
 from pulsetrain.state.part import StateDict, keeps_state, require
@@ -54,7 +53,7 @@ class UnsavedState:
         registry: the handlers and other subscribers.
         data: refuses a loader's state that cannot be saved, when its first pass begins.
         users: the names of attributes that a subclass of the run's class has set before the run was made.
-        variables: those of a loop written by hand, by name; the ones that keep state are compared.
+        variables: those of a loop written by hand that keep state, by name.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class UnsavedState:
         # handlers of STARTED may still prepare the model
         engine.bus.subscribe(Events.STARTED, self._begin, sender=engine, phase=Phase.PERSIST, order=LAST)
         # each validation set resets the metrics in the phase COMPUTE
-        engine.evaluator.add_event_handler(Events.EPOCH_STARTED, self._begin_metrics, phase=Phase.PERSIST)
+        engine.evaluator.add_event_handler(Events.EPOCH_STARTED, self._look_at_metrics, phase=Phase.PERSIST)
         engine.add_event_handler(Events.CHECKPOINT_SAVED, self._report, phase=Phase.OBSERVE)
 
     def reset(self) -> None:
         self._start: Fingerprint | None = None
-        self._metrics = MetricsWatch(lambda: self._run.val_metrics)
+        self._metrics: Fingerprint | None = None
         self._changed: set[str] = set()  # since the run began, in this process or an earlier one
         self._reported: set[str] = set()
 
@@ -91,10 +90,9 @@ class UnsavedState:
         if self._start is not None:
             self._changed.update(self._data.changed_in_workers())
             now = self._look()
-            self._changed.update(self._metrics.changed())
             if now is not None:
                 self._changed.update(now.changed_since(self._start))
-                unseen = now.unseen | self._metrics.unseen
+                unseen = now.unseen
         return {"changed": sorted(self._changed), "not_seen": sorted(unseen)}
 
     def check_state_dict(self, state: StateDict) -> None:
@@ -115,10 +113,6 @@ class UnsavedState:
     def _begin(self) -> None:
         if self._saves and self._start is None:
             self._start = self._look()
-
-    def _begin_metrics(self) -> None:
-        if self._start is not None:
-            self._metrics.begin()
 
     def _look(self) -> Fingerprint | None:
         """The fingerprint; None, with a warning, if code of the user's raises where that is not expected."""
@@ -179,7 +173,7 @@ class UnsavedState:
         loaders = _loaders_of(run)
         known: list[object] = [run, run.strategy, run.optimizer, run.backend]
         known += [each for _, loader, parts in loaders for each in (loader, *parts.values())]
-        known += [*registry.all_owners(), *modules.values(), *parts_of(run.optimizer).values()]
+        known += [*registry.saved(), *modules.values(), *parts_of(run.optimizer).values()]
         known += run.val_metrics.values()
         tensors = [each for module in modules.values() for each in _tensors(module)]
         found = Fingerprint([*known, *tensors, *of_process()])
@@ -214,9 +208,20 @@ class UnsavedState:
         found.reads_generators = True
         self._add_subscribers(found)
         for name, held in self._variables().items():
-            if keeps_state(held) and id(held) not in map(id, known):
-                found.add(f"variable {name} of the loop", held)
+            found.add(f"variable {name} of the loop", held)
         return found
+
+    def _look_at_metrics(self) -> None:
+        """What the user's metrics still hold when a validation has reset them."""
+        if self._start is None:
+            return
+        found = Fingerprint()
+        for name, metric in self._run.val_metrics.items():
+            if is_users(metric) and package_of(metric) != "torchmetrics":
+                found.add_attributes(f"metric {name}", metric)
+        if self._metrics is None:
+            self._metrics = found
+        self._changed.update(found.changed_since(self._metrics))
 
     def _add_subscribers(self, found: Fingerprint) -> None:
         """What the user's handlers, functions and filters hold, and which there are."""
@@ -314,8 +319,10 @@ def _add_module(found: Fingerprint, path: str, module: nn.Module) -> None:
             hooks += (getattr(tensor, kept, None) or {}).values()
     _add_hooks(found, path, hooks)
     for name, tensor in held["_parameters"].items():
-        if tensor is not None and vars(tensor):
-            found.add_items(f"{path}.{name}: attributes", vars(tensor))
+        attributes = vars(tensor) if tensor is not None else {}
+        attributes = {key: each for key, each in attributes.items() if not key.startswith("_dynamo")}  # torch.compile
+        if attributes:
+            found.add_items(f"{path}.{name}: attributes", attributes)
     if kind.get_extra_state is not nn.Module.get_extra_state or kind.state_dict is not nn.Module.state_dict:
         return
     for name, value in attributes_of_module(module):
@@ -332,13 +339,14 @@ def _add_hooks(found: Fingerprint, path: str, hooks: list[Any]) -> None:
 
 
 def _add_variables(found: Fingerprint, path: str, kind: type) -> None:
-    """The variables of modules that the methods of the user's classes name."""
+    """The plain values in variables of modules that the methods of the user's classes name."""
     for each in kind.__mro__:
         if is_of_project(each.__module__):
             for method in vars(each).values():
                 if isinstance(method, FunctionType):
                     for name, value in variables_of(method):
-                        found.add(f"{path}: {name}", value)
+                        if is_plain(value):
+                            found.add(f"{path}: {name}", value)
 
 
 @cache

@@ -9,7 +9,7 @@ __all__ = ["fix"]
 
 _NEW = "make a new Trainer with it, or "
 _INSTEAD = {
-    "model": _NEW + "load other weights: model.load_state_dict()",
+    "model": _NEW + "load other weights with model.load_state_dict(), or compile it in place with model.compile()",
     "optimizer": _NEW + "change the values in optimizer.param_groups",
     "strategy": _NEW + "change the attributes of the present one",
     "backend": "make a new Trainer with it",
@@ -18,14 +18,22 @@ _INSTEAD = {
 
 
 class _Fixed:
-    """Without `__get__`, reading the attribute is as fast as reading any other."""
+    """An attribute that cannot be replaced once the trainer has been made."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
+    def __get__(self, trainer: Engine | None, kind: type) -> object:
+        if trainer is None:
+            return self
+        try:
+            return vars(trainer)[self._name]
+        except KeyError:
+            raise AttributeError(f"{kind.__name__}: {self._name!r} has not been set yet") from None
+
     def __set__(self, trainer: Engine, value: object) -> None:
         held, name = vars(trainer), self._name
-        is_made = "driver" in held and value is not held.get(name)
+        is_made = held.get("_is_made", False) and value is not held.get(name)
         if is_made and (name != "train_loader" or trainer.is_running or trainer.is_paused):
             raise ConfigurationError(
                 f"cannot be replaced: the trainer would continue with the one that it has; {_INSTEAD[name]}",

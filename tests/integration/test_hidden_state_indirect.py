@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from pulsetrain import Checkpointer, Every, Loop, Trainer, TrainingConfig
@@ -152,33 +152,40 @@ def an_attribute_of_the_trainers_class_is_set() -> dict[str, Any]:
     return {"attached": attach, "kind": OfClass}
 
 
-class Late:
-    """A metric that remembers something of the second validation, the last one before the checkpoint."""
+class Scheduling:
+    """A handler whose part subscribes, and is not saved with it."""
 
-    def __init__(self) -> None:
-        self.validations, self.kept, self.sum = [0], 0.0, 0.0
-
-    def reset(self) -> None:
-        self.sum = 0.0
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.sum += float((outputs - targets).square().sum())
-
-    def compute(self) -> float:
-        self.validations[0] += 1
-        if self.validations[0] == 2:
-            self.kept = self.sum
-        return self.kept
+    def attach(self, engine: Any) -> None:
+        self.scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 4, 0.5)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self.scheduler.step)
 
 
-@case("metric val/late.kept")
-def a_metric_remembers_the_last_validation_before_the_checkpoint() -> dict[str, Any]:
+@case("handler Scheduling.scheduler")
+def a_part_of_a_handler_subscribes() -> dict[str, Any]:
+    return {"given": [Scheduling()]}
+
+
+class Config:
+    class Rates:
+        level = 1.0
+
+
+def raise_nested_level() -> None:
+    def inside() -> None:
+        Config.Rates.level += 1
+
+    inside()
+
+
+@case(f"handler {__name__}.raise_nested_level.Config.Rates.level", slow=True)
+def a_class_inside_a_class_holds_a_number() -> dict[str, Any]:
+    Config.Rates.level = 1.0
+
     def attach(engine: Any) -> None:
-        @engine.on(Events.VALIDATION_COMPLETED)
-        def rate() -> None:
-            slow_down(engine, engine.state.metrics["val/late"])
+        engine.add_event_handler(Events.EPOCH_COMPLETED, raise_nested_level)
+        engine.add_event_handler(Events.ITERATION_STARTED, lambda: slow_down(engine, Config.Rates.level))
 
-    return {"attached": attach, "val_loader": loader(8, shuffle=False), "metrics": {"late": Late()}}
+    return {"attached": attach}
 
 
 @pytest.mark.parametrize(("make", "lacks"), CASES)

@@ -280,3 +280,18 @@ def test_the_data_can_be_replaced_between_runs_alone():
     run.train_loader = [*run.train_loader][:3]
     run.train()
     assert run.state.iteration == 3
+
+
+def test_a_subclass_may_ask_for_its_model_before_it_has_one():
+    class Lazy(Trainer):
+        def __init__(self) -> None:
+            if not hasattr(self, "model"):
+                self.model = regression_model()
+            self.driver = None  # a name of the trainer's own
+            super().__init__(
+                self.model, loader(), strategy=SupervisedStrategy("mse"), config=TrainingConfig(max_epochs=1)
+            )
+
+    run = Lazy()
+    run.train()
+    assert run.state.iteration == 10

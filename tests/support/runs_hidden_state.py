@@ -51,7 +51,8 @@ def run(folder: Path, make: Make) -> Trainer:
     config = TrainingConfig(max_epochs=EPOCHS, learning_rate=0.05, seed=1)
     saver = Checkpointer(folder, Every(iterations=SAVED), at_end=False)
     kind = arguments.pop("kind", Trainer)
-    made = kind(model, data, config=config, handlers=[saver], **arguments)
+    given = arguments.pop("given", [])
+    made = kind(model, data, config=config, handlers=[saver, *given], **arguments)
     for event, action in actions.items():
         if action is not None:
             made.add_event_handler(event, action)

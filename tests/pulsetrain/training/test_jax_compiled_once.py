@@ -105,9 +105,10 @@ def test_each_setting_compiles_the_expected_programs(settings, expected, compile
     [
         (lambda folder: ReduceLROnPlateau(patience=1), ONCE),
         (lambda folder: LRFinder(iterations=20), ONCE),  # its steps are the trainer's
-        (EventRecorder, IN_PARTS),  # it subscribes to GRADIENTS_READY: an update then has three parts
+        (EventRecorder, ONCE),  # recording causes no work
+        (lambda folder: EventRecorder(folder, grad_norm=True), IN_PARTS),  # an update then has three parts
     ],
-    ids=["plateau", "lr finder", "recorder"],
+    ids=["plateau", "lr finder", "recorder", "recorder of norms"],
 )
 def test_each_handler_compiles_the_expected_programs(handler, expected, compiled, tmp_path):
     run = trainer([handler(tmp_path)])
