@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pulsetrain.engine.events.filters import NEVER, EventFilter, Filter
+from pulsetrain.engine.events.filters import NEVER, EventFilter
 from pulsetrain.engine.events.names import LOOP_COUNTERS, EventLike, value_of
 from pulsetrain.engine.events.subscription import Subscription
 
@@ -32,14 +32,17 @@ class Sequence:
 
 
 class Calls(list[Callable[..., object]]):
-    """Callables that take the engine, in the order of execution, and the subscriptions that they came from."""
+    """Callables in the order of execution, and the subscriptions that they came from."""
 
-    __slots__ = ("needs_event", "newest", "subscriptions")
+    __slots__ = ("filtered", "needs_event", "newest", "subscriptions", "take_event")
 
     def __init__(self, subscriptions: list[Subscription], newest: int) -> None:
         self.subscriptions = subscriptions
         super().__init__(subscription.call for subscription in subscriptions)
         self.needs_event = any(subscription.needs_event for subscription in subscriptions)
+        self.filtered = any(subscription.filter is not None for subscription in subscriptions)
+        # every one is called with (engine, event), and none is filtered
+        self.take_event = not self.filtered and all(subscription.needs_event for subscription in subscriptions)
         self.newest = newest  # serial number of the last subscription made before this was compiled
 
     def patch(self, subscription: Subscription) -> None:
@@ -47,15 +50,18 @@ class Calls(list[Callable[..., object]]):
         for index, mine in enumerate(self.subscriptions):
             if mine is subscription:
                 self[index] = subscription.call
+                if self.take_event and not subscription.needs_event:  # they may be running, called with the event
+                    self[index] = lambda engine, _event: subscription.call(engine)
         self.needs_event = self.needs_event or subscription.needs_event
 
 
 class Dispatch:
     """What one engine does when one event fires; `Engine.dispatch` returns it, and it follows every change.
 
-    `low <= counter < high` is a window in which no filtered subscription is due: only `unfiltered` runs there. Outside
-    of it every filter is applied, and a new window is found. A window stays right however the counter jumps, because
-    the filters are applied at every value outside of it.
+    `low <= counter < high` is a window in which no `EventFilter` is due: only `inside` runs there, the subscriptions
+    without a filter and those with a function as their filter, which is asked every time. Outside of the window every
+    filter is applied, and a new window is found. A window stays right however the counter jumps, because the filters
+    are applied at every value outside of it.
 
     >>> from pulsetrain.engine import Engine, Events
     >>> engine = Engine(lambda engine, batch: None)
@@ -94,16 +100,16 @@ class Dispatch:
         """Compile the subscriptions, given in the order of execution."""
         newest = max((subscription.serial for subscription in subscriptions), default=0)
         self.calls = Calls(subscriptions, newest)
-        unfiltered = [subscription for subscription in subscriptions if subscription.filter is None]
-        self.filtered = len(unfiltered) != len(subscriptions)
-        self.unfiltered = Calls(unfiltered, newest) if self.filtered else self.calls
+        inside = [subscription for subscription in subscriptions if not isinstance(subscription.filter, EventFilter)]
+        self.filtered = self.calls.filtered
+        self.inside = Calls(inside, newest) if len(inside) < len(subscriptions) else self.calls
         active = [subscription.filter for subscription in subscriptions if not subscription.passive]
-        # the filters of those that are not passive; None if one of them has no filter
-        filters = [each for each in active if each is not None]
-        self.active_filters: list[Filter] | None = None if self.hooked or len(filters) < len(active) else filters
+        # the filters of those that are not passive; None if one of them may be due at any value
+        filters = [each for each in active if isinstance(each, EventFilter)]
+        self.active_filters: list[EventFilter] | None = None if self.hooked or len(filters) < len(active) else filters
         self.live = bool(active) or self.hooked
         self.connected = bool(subscriptions) or self.hooked  # firing reaches someone, be it a passive subscription
-        self.always = bool(unfiltered) or self.hooked  # inside the window, too
+        self.always = bool(inside) or self.hooked  # inside the window, too
         self.plain = bool(subscriptions) and not (self.filtered or self.calls.needs_event or self.hooked)
         if self.filtered:
             self.low = self.high = 0  # an empty window: the next firing applies every filter
@@ -113,8 +119,8 @@ class Dispatch:
     def patch(self, subscription: Subscription) -> None:
         """Use the subscription's present callable, also while the event is being fired."""
         self.calls.patch(subscription)
-        if self.unfiltered is not self.calls:
-            self.unfiltered.patch(subscription)
+        if self.inside is not self.calls:
+            self.inside.patch(subscription)
 
     def wants(self, count: int) -> bool:
         """Whether firing the event with its counter at `count` would reach a subscription that is not passive.
@@ -127,20 +133,15 @@ class Dispatch:
             return True
         if self.low <= count < self.high:
             return False
-        if any(not isinstance(each, EventFilter) or each(None, count) for each in self.active_filters):
+        if any(each(None, count) for each in self.active_filters):
             return True
         self.find_window(count)
         return False
 
     def find_window(self, value: int) -> None:
         """Find the values above `value` at which nothing is due; the filters were applied at `value` itself."""
-        if self.counter not in LOOP_COUNTERS and self.unfiltered:
+        if self.counter not in LOOP_COUNTERS and self.inside:
             return  # a handler may advance the counter in the middle of the event: apply each filter in its turn
-        high = NEVER
-        for subscription in self.calls.subscriptions:
-            if subscription.filter is None:
-                continue
-            if not isinstance(subscription.filter, EventFilter):
-                return  # a user's function: apply it every time
-            high = min(high, subscription.filter.next_due(value))
+        filters = [each.filter for each in self.calls.subscriptions if isinstance(each.filter, EventFilter)]
+        high = min([each.next_due(value) for each in filters], default=NEVER)
         self.low, self.high = value + 1, high

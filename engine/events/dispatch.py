@@ -54,10 +54,19 @@ def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int) ->
             return
         value = getattr(engine.state, dispatch.counter)
         if dispatch.low <= value < dispatch.high:
-            calls, filtering = dispatch.unfiltered, False
+            calls, filtering = dispatch.inside, False
     event = engine.new_event(dispatch, source, seq) if calls.needs_event else None
-    event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, event, filtering)
-    if (dispatch.calls if filtering else dispatch.unfiltered) is not calls:
+    if calls.take_event:
+        call = None
+        try:
+            for call in calls:
+                call(engine, event)
+        except BaseException as error:
+            annotate(error, engine, dispatch, subscription_of(calls, call))
+            raise
+    else:
+        event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, event)
+    if (dispatch.calls if filtering else dispatch.inside) is not calls:
         deliver_added(engine, dispatch, calls, source, seq, event)
     if filtering:
         dispatch.find_window(value)
@@ -70,14 +79,15 @@ def deliver_to(
     source: object,
     seq: int,
     event: Event | None = None,
-    filtering: bool = True,
 ) -> Event | None:
     """Run the handlers of these subscriptions, if they are due; returns the event's record, if one needed it."""
     subscription = None
     try:
         for subscription in subscriptions:
-            if filtering and subscription.filter is not None:
-                if not subscription.is_due(engine):
+            if subscription.filter is not None:
+                # read for each: a handler may have moved it
+                value = getattr(engine.state, dispatch.counter, 0) if dispatch.counter is not None else 0
+                if not subscription.is_due(engine, value):
                     continue
                 if subscription.observed:
                     if subscription.needs_event:

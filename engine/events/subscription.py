@@ -146,10 +146,9 @@ class Subscription:
         module = getattr(handler, "__module__", None)
         return f"{module}.{name}" if module else name
 
-    def is_due(self, engine: EventRegistry) -> bool:
-        """Whether the filter passes the event at the present value of its counter."""
+    def is_due(self, engine: EventRegistry, value: int) -> bool:
+        """Whether the filter passes the event at this value of its counter."""
         assert self.filter is not None
-        value = engine.counter_value(self.signal.event)
         if not self.filter(engine, value):
             return False
         if isinstance(self.filter, EventFilter) and self.filter.once:

@@ -196,7 +196,7 @@ def _in_loader(error: BaseException) -> bool:
     if "_epoch" not in names:
         return False
     inside = names[len(names) - names[::-1].index("_epoch") :]
-    return inside[:1] not in (["fire"], ["_signal"])
+    return inside[:1] not in (["deliver"], ["_call_hook"], ["_signal"])
 
 
 def _frames(error: BaseException) -> list[dict[str, object]]:

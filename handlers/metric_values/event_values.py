@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from math import isfinite
 from numbers import Integral, Real
+from operator import attrgetter
 from pathlib import PurePath
 from typing import Any, TypeAlias, cast
 
@@ -18,12 +19,8 @@ from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.engine.recording.log.records import MEASURED, LoggedEvent, pop_measured
 from pulsetrain.handlers.metric_values.step_values import is_on_host, scalar, to_host
 
-__all__ = ["EventValues", "PlainTypes", "summary"]
+__all__ = ["EventValues", "PlainTypes", "are_finite", "are_numbers", "encode_plain", "summary"]
 
-# of annotations
-_PLAIN_NAMES = {name for kind in (float, int, bool, str) for name in (kind.__name__, str(kind))}
-_PLAIN_NAMES |= {str(tuple[float, ...])}
-_TENSOR_NAMES = {"Tensor", "torch.Tensor", str(Tensor)}
 _NO_MAPPINGS = (list, dict, tuple, set, frozenset, Mapping, Enum, str, PurePath, Real)  # whatever fields they have
 MAX_DEPTH = 8  # of nesting; deeper values, cycles among them, are summarised
 MAX_VALUES = 10_000  # in one payload; a container that would exceed this is summarised
@@ -70,7 +67,7 @@ class EventValues:
         if kind is float and isfinite(value):  # type: ignore[arg-type]  # by far the most common
             _set(place, key, value)
             return
-        if kind is list and depth == 0 and len(value) < 100 and _are_finite(value):  # type: ignore[arg-type]
+        if kind is list and depth == 0 and len(value) < 100 and are_finite(value):  # type: ignore[arg-type]
             _set(place, key, [*value])  # type: ignore[misc]
             return
         if depth == 0:
@@ -169,56 +166,94 @@ class EventValues:
         return True
 
 
-class PlainTypes(dict[type, tuple[tuple[str, ...], bool]]):
-    """The fields of each payload type whose annotations are only numbers, text and tensors; none for other types.
+class PlainTypes(dict[type, Callable[[object], tuple[object, ...]] | None]):
+    """What reads the fields of a payload of each type; None for a type whose payloads need `EventValues`."""
 
-    With them, whether there are tensors.
-    """
+    def __missing__(self, kind: type) -> Callable[[object], tuple[object, ...]] | None:
+        names = tuple(getattr(kind, "__dataclass_fields__", ()))
+        if names and MEASURED.isdisjoint(names) and not issubclass(kind, _NO_MAPPINGS):
+            self[kind] = attrgetter(*names, names[0])  # of one name it would give no tuple
+        else:
+            self[kind] = None
+        return self[kind]
 
-    def __missing__(self, kind: type) -> tuple[tuple[str, ...], bool]:
-        fields = getattr(kind, "__dataclass_fields__", {})
-        types = {str(field.type) for field in fields.values()}
-        tensors = not _TENSOR_NAMES.isdisjoint(types)
-        plain = MEASURED.isdisjoint(fields) and (_PLAIN_NAMES | _TENSOR_NAMES).issuperset(types)
-        self[kind] = found = (tuple(fields) if plain and not issubclass(kind, _NO_MAPPINGS) else (), tensors)
-        return found
+    def fits(self, payload: object) -> bool:
+        """Whether `encode_plain` may be given the payload: its fields are finite numbers, booleans, text and tensors.
 
-    def plain(self, payload: object) -> object | None:
-        """The payload in a form that the encoder accepts, found quickly: by far the most payloads have one.
-
-        That is the payload itself if all its fields are finite numbers, booleans and text; its fields by name if some
-        are scalar tensors on the host. Otherwise None.
-
-        >>> from pulsetrain.engine.events.payloads import GradientsReady
-        >>> PlainTypes().plain(GradientsReady(grad_norm=torch.tensor(0.5)))
-        {'grad_norm': 0.5, 'optimizer': ''}
+        >>> from pulsetrain.engine.events.payloads import MetricsLogged, OptimizerStepCompleted
+        >>> types = PlainTypes()
+        >>> types.fits(OptimizerStepCompleted(learning_rates=(0.1,))), types.fits(MetricsLogged(metrics={}))
+        (True, False)
         """
+        read = self[type(payload)]
+        if read is None:
+            return False
         try:
-            names, tensors = self[type(payload)]
-            fields: dict[str, object] = {}
-            for name in names:
-                value = getattr(payload, name)
-                kind = type(value)
-                if kind is Tensor:
-                    if value.dim() or not (tensors and is_on_host(value) and value.is_floating_point()):
-                        return None
-                    value, kind = value.item(), float
-                if kind is float:
-                    if value - value:  # NaN unless the value is finite
-                        return None
-                elif kind is int:
-                    if not -(2**63) <= value < 2**63:  # the compiler computes these
-                        return None
-                elif kind is tuple:
-                    if not _are_finite(value):
-                        return None
-                elif kind is not bool and kind is not str:
-                    return None
-                if tensors:
-                    fields[name] = value
+            values = read(payload)
         except Exception:  # a field that was never set
-            return None
-        return fields or (payload if names else None)
+            return False
+        for value in values:
+            kind = type(value)
+            if kind is float:
+                if value - value:  # type: ignore[operator]  # NaN unless the value is finite
+                    return False
+            elif kind is tuple:
+                if not are_finite(value):  # type: ignore[arg-type]
+                    return False
+            elif kind is int:
+                if not -(2**63) <= value < 2**63:  # type: ignore[operator]  # the compiler computes these
+                    return False
+            elif kind is not str and kind is not bool and kind is not Tensor:
+                return False
+        return True
+
+
+def are_finite(values: Iterable[object]) -> bool:
+    """Whether all values are finite floats."""
+    for value in values:  # noqa: SIM110  # all() of a generator takes three times as long
+        if type(value) is not float or value - value:
+            return False
+    return True
+
+
+def are_numbers(named: Mapping[object, object]) -> bool:
+    """Whether `encode_plain` may be given this mapping: its values are finite floats and tensors."""
+    for name, value in named.items():
+        if type(name) is not str or (type(value) is not Tensor and (type(value) is not float or value - value)):
+            return False
+    return True
+
+
+def encode_plain(event: LoggedEvent) -> bytes | None:
+    """The event as JSON; None if one of its values needs `EventValues`.
+
+    Such are tensors that are on a device, are not a scalar or not finite, and text that is not ASCII.
+
+    >>> encode_plain(LoggedEvent(ord=0, output={"loss": torch.tensor(0.5)}))
+    b'{"ord":0,"output":{"loss":0.5}}'
+    >>> encode_plain(LoggedEvent(ord=0, output={"loss": torch.tensor(torch.nan)})) is None
+    True
+
+    Args:
+        event: its payload fits `PlainTypes`, its output `are_numbers`, its rates `are_finite`; or they are None.
+    """
+    try:
+        line = _encode(event)
+    except Exception:  # whatever reading a tensor raises
+        return None
+    return line if line.isascii() else None
+
+
+def _read(value: object) -> float:
+    """The number in a tensor that the encoder meets."""
+    if type(value) is Tensor and is_on_host(value) and not value.dim() and value.is_floating_point():
+        number = value.item()
+        if not number - number:  # else it is not finite
+            return number
+    raise TypeError
+
+
+_encode = msgspec.json.Encoder(enc_hook=_read).encode
 
 
 def summary(value: object) -> dict[str, object]:
@@ -238,14 +273,6 @@ def summary(value: object) -> dict[str, object]:
     except Exception:
         pass
     return found
-
-
-def _are_finite(values: Collection[object]) -> bool:
-    """Whether all values are finite floats."""
-    for value in values:  # noqa: SIM110  # all() of a generator takes three times as long
-        if type(value) is not float or value - value:
-            return False
-    return True
 
 
 def _field_names(value: object) -> Collection[str] | None:

@@ -6,7 +6,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, EventEnum, Events, OnError, Phase, is_training_run
+from pulsetrain.engine import (
+    FIRST,
+    LAST,
+    Engine,
+    Event,
+    EventBus,
+    EventEnum,
+    Events,
+    OnError,
+    Phase,
+    TrainingResult,
+    is_training_run,
+)
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.logs import get_logger
@@ -15,7 +27,7 @@ from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
-from pulsetrain.handlers.metric_values.event_values import summary
+from pulsetrain.handlers.metric_values.event_values import are_finite, are_numbers, summary
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
 from pulsetrain.handlers.recorder.log_session import FETCHING, FINAL, MEASURED, LogSession
 from pulsetrain.handlers.recorder.resume_check import ResumeCheck, say_nothing_to_compare
@@ -235,12 +247,17 @@ class EventRecorder(Handler):
                     self._subscribe(event)
 
     def _on_event(self, engine: Engine, event: Event) -> None:
-        self._log.write(self._log.entry(event))
+        if not self._log.record(event):
+            self._log.write(self._log.entry(event))
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
-        log = self._log
+        log, result = self._log, engine.state.output
+        named = result.metrics if type(result) is TrainingResult else result
+        rates = engine.learning_rates if is_training_run(engine) else learning_rates(engine)
+        is_plain = type(named) is dict and named and are_numbers(named) and are_finite(rates)
+        if is_plain and log.record(event, named, tuple(rates) or None):
+            return
         logged = log.entry(event)
-        rates = learning_rates(engine)
         try:
             output = scalars(engine.state.output)
             if output:
@@ -248,7 +265,7 @@ class EventRecorder(Handler):
         except Exception:  # the user's object may raise anything; the run continues
             logged.output = summary(engine.state.output)
         if rates:
-            log.values.put(logged, "lr", rates)
+            log.values.put(logged, "lr", list(rates))
         log.write(logged)
 
     def _on_started(self, engine: Engine, event: Event) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pulsetrain.engine import Engine, Event, EventBus, Events, OnError, PulsetrainError, RecordingError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.log.run_file import id_of_run
-from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTypes, summary
+from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTypes, encode_plain, summary
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.run_files.ownership import take
 from pulsetrain.handlers.run_files.run_folder import writing
@@ -88,14 +88,50 @@ class LogSession:
         else:
             place = writer.next_ord
             writer.next_ord = place + 1
-        payload = event.payload
-        plain = None if payload is None else self._plain_types.plain(payload)
-        logged = LoggedEvent(
-            place, event.engine, event.type, event.epoch, event.iteration, plain, seq=seq, t=event.time_ns
-        )
-        if plain is None and payload is not None:
-            self.values.put_payload(logged, payload)
+        logged = LoggedEvent(place, event.engine, event.type, event.epoch, event.iteration, seq=seq, t=event.time_ns)
+        if event.payload is not None:
+            self.values.put_payload(logged, event.payload)
         return logged
+
+    def record(
+        self, event: Event, output: Mapping[str, object] | None = None, rates: tuple[float, ...] | None = None
+    ) -> bool:
+        """Write an event in one step, as `write(entry(event))` would, if all of its values are on the host and plain.
+
+        Almost every event of a run on the CPU is written here: what else an event may need is left out.
+
+        Args:
+            output: numbers of the step's output, see `are_numbers`.
+            rates: of the step.
+
+        Returns:
+            Whether it was written. If not, nothing has changed.
+        """
+        writer, payload = self.writer, event.payload
+        if (
+            writer is None
+            or event.seq <= writer.last_seq
+            or event.observed
+            or event.type in _OBSERVED_TYPES
+            or self.check is not None
+            or self._waiting
+            or (payload is not None and not self._plain_types.fits(payload))
+        ):
+            return False
+        place, seq, t = writer.next_ord, event.seq, event.time_ns
+        logged = LoggedEvent(
+            place, event.engine, event.type, event.epoch, event.iteration, payload, output, None, rates, seq=seq, t=t
+        )
+        line = encode_plain(logged)
+        if line is None:
+            return False
+        logged.payload = logged.output = None  # which might keep a step's tensors in memory
+        writer.next_ord = place + 1
+        try:
+            writer.append(logged, line)
+        except OSError as error:
+            self._cannot_write(error)
+        return True
 
     def write(self, logged: LoggedEvent) -> None:
         """Write an entry; one with values on a device waits for them, and is completed later."""
@@ -106,8 +142,7 @@ class LogSession:
         writer = self.writer
         try:
             writer.add(logged)  # type: ignore[union-attr]  # `entry` has opened it
-        except RecordingError:  # a payload whose values are not of the types that its class declares
-            self.values.put_payload(logged, logged.payload)
+        except RecordingError:  # the encoder knows a limit that `values` does not
             self.on_disk(self._write_summarised, logged)
         except OSError as error:
             self._cannot_write(error)

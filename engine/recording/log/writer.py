@@ -250,18 +250,26 @@ class LogWriter:
         if event.seq <= self.last_seq:
             event.seq = self.last_seq + 1  # a record of the writer itself has used its seq
             line = encode(event)
+        if event.open:
+            self._open[event.seq] = len(self._unsealed)
+        self.append(event, line)
+
+    def append(self, event: LoggedEvent, line: bytes) -> None:
+        """Write an event whose line has been encoded; its seq is larger than `last_seq`.
+
+        Raises:
+            OSError: as `add`.
+        """
         ord = event.ord
         begins = not self._first <= ord < self._next and ord >= 0  # else it belongs to the current block
         if begins:
             self._bound_block(ord)
-        self._bytes += len(line)
-        if begins or self._bytes > BLOCK_BYTES:
+        size = self._bytes = self._bytes + len(line)
+        if begins or size > BLOCK_BYTES:
             begins = True
             self._bytes = len(line)
             if self._unsealed:
                 self._cuts.append(len(self._unsealed))
-        if event.open:
-            self._open[event.seq] = len(self._unsealed)
         self._unsealed.append(event)
         self._lines.append(line)
         self.last_seq = event.seq

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.recording import LoggedEvent
-from pulsetrain.handlers.metric_values.event_values import MAX_VALUES, EventValues, PlainTypes, summary
+from pulsetrain.engine.recording.log.records import encode
+from pulsetrain.handlers.metric_values.event_values import (
+    MAX_VALUES,
+    EventValues,
+    PlainTypes,
+    are_numbers,
+    encode_plain,
+    summary,
+)
 
 HERE = __name__
 
@@ -238,17 +246,31 @@ def test_names_of_scalars_are_plain_text() -> None:
         (Unset(), False),
         (Table(), False),
         (Shades.DARK, False),
-        (Holder(1), False),
+        (Holder(1), True),
+        (Holder(b"a"), False),
+        (Holder([1.0]), False),
         (1.0, False),
     ],
 )
-def test_a_payload_is_written_as_it_is_where_all_its_values_are_plain(payload: Any, is_plain: bool) -> None:
+def test_a_payload_is_written_in_one_step_where_all_its_values_are_plain(payload: Any, is_plain: bool) -> None:
     types = PlainTypes()
-    assert [types.plain(payload) is payload for _ in range(2)] == [is_plain, is_plain]
-    if is_plain:
-        assert msgspec.json.decode(msgspec.json.encode(payload)) == plain(payload)
-    else:
-        assert types.plain(payload) is None
+    for _ in range(2):
+        line = in_one_step(payload) if types.fits(payload) else None
+        assert line == (in_general(payload) if is_plain else None)
+
+
+def in_one_step(payload: object, output: Any = None) -> bytes | None:
+    return encode_plain(LoggedEvent(ord=0, engine="a", payload=payload, output=output))
+
+
+def in_general(payload: object, output: Any = None) -> bytes:
+    logged, values = LoggedEvent(ord=0, engine="a"), EventValues()
+    if payload is not None:
+        values.put_payload(logged, payload)
+    if output is not None:
+        logged.output = values.of_scalars(output)
+    values.settle()
+    return encode(logged)
 
 
 @dataclass(frozen=True)
@@ -268,9 +290,8 @@ class Measured:
     ],
 )
 def test_scalar_tensors_on_the_host_are_read_at_once(payload: Measured) -> None:
-    found = PlainTypes().plain(payload)
-    assert found is not None
-    assert msgspec.json.encode(found) == msgspec.json.encode(plain(payload))
+    assert PlainTypes().fits(payload)
+    assert in_one_step(payload) == in_general(payload)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +308,33 @@ def test_scalar_tensors_on_the_host_are_read_at_once(payload: Measured) -> None:
     ],
 )
 def test_other_values_take_the_general_way(payload: Measured) -> None:
-    assert PlainTypes().plain(payload) is None
+    assert not PlainTypes().fits(payload) or in_one_step(payload) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "is_plain"),
+    [
+        ({"loss": 0.5, "norm": torch.tensor(0.1, dtype=torch.float16)}, True),
+        ({"loss": torch.tensor(0.5, requires_grad=True)}, True),
+        ({"loss": torch.tensor(-math.inf)}, False),
+        ({"loss": math.nan}, False),
+        ({"loss": torch.tensor([0.5])}, False),
+        ({"loss": torch.tensor(True)}, False),
+        ({"loss": torch.tensor(3)}, False),
+        ({"loss": torch.tensor(0.5, device="meta")}, False),
+        ({"loss": 1}, False),
+        ({"loss": True}, False),
+        ({"loss": np.float64(0.5)}, False),
+        ({Text("loss"): 0.5}, False),
+        ({"l\u00f6ss": 0.5}, False),
+        ({1: 0.5}, False),
+    ],
+)
+def test_an_output_is_written_in_one_step_where_all_its_values_are_plain(output: Any, is_plain: bool) -> None:
+    line = in_one_step(None, output) if are_numbers(output) else None
+    assert (line is not None) == is_plain
+    if is_plain:
+        assert line == in_general(None, output)
 
 
 def test_a_summary_names_classes_themselves() -> None:
