@@ -82,7 +82,11 @@ class GroupRates:
             or [group.get("initial_lr") for group in optimizer.param_groups] != self._first
         ):
             self._read()
-        write_rates(optimizer, [learning_rate * ratio for ratio in self._ratios])
+        groups = optimizer.param_groups
+        if len(groups) == 1 and type(groups[0]["lr"]) is float:  # the usual case, without a call
+            groups[0]["lr"] = learning_rate * self._ratios[0]
+        else:
+            write_rates(optimizer, [learning_rate * ratio for ratio in self._ratios])
 
     def _read(self) -> None:
         self._ratios = group_ratios(self.optimizer, self._place)

@@ -224,26 +224,6 @@ def are_numbers(named: Mapping[object, object]) -> bool:
     return True
 
 
-def encode_plain(event: LoggedEvent) -> bytes | None:
-    """The event as JSON; None if one of its values needs `EventValues`.
-
-    Such are tensors that are on a device, are not a scalar or not finite, and text that is not ASCII.
-
-    >>> encode_plain(LoggedEvent(ord=0, output={"loss": torch.tensor(0.5)}))
-    b'{"ord":0,"output":{"loss":0.5}}'
-    >>> encode_plain(LoggedEvent(ord=0, output={"loss": torch.tensor(torch.nan)})) is None
-    True
-
-    Args:
-        event: its payload fits `PlainTypes`, its output `are_numbers`, its rates `are_finite`; or they are None.
-    """
-    try:
-        line = _encode(event)
-    except Exception:  # whatever reading a tensor raises
-        return None
-    return line if line.isascii() else None
-
-
 def _read(value: object) -> float:
     """The number in a tensor that the encoder meets."""
     if type(value) is Tensor and is_on_host(value) and not value.dim() and value.is_floating_point():
@@ -253,7 +233,9 @@ def _read(value: object) -> float:
     raise TypeError
 
 
-_encode = msgspec.json.Encoder(enc_hook=_read).encode
+encode_plain = msgspec.json.Encoder(enc_hook=_read).encode
+"""Encodes an event whose payload fits `PlainTypes`, whose output `are_numbers` and whose rates `are_finite`, or which
+has none of these. It raises an Exception for tensors that are on a device, are not a scalar or are not finite."""
 
 
 def summary(value: object) -> dict[str, object]:

@@ -122,8 +122,11 @@ class LogSession:
         logged = LoggedEvent(
             place, event.engine, event.type, event.epoch, event.iteration, payload, output, None, rates, seq=seq, t=t
         )
-        line = encode_plain(logged)
-        if line is None:
+        try:
+            line = encode_plain(logged)
+        except Exception:  # whatever reading a tensor raises
+            return False
+        if not line.isascii():
             return False
         logged.payload = logged.output = None  # which might keep a step's tensors in memory
         writer.next_ord = place + 1
