@@ -34,24 +34,21 @@ class Sequence:
 class Calls(list[Callable[..., object]]):
     """Callables in the order of execution, and the subscriptions that they came from."""
 
-    __slots__ = ("filtered", "needs_event", "newest", "subscriptions", "take_event")
+    __slots__ = ("filtered", "needs_event", "newest", "subscriptions", "takes_event")
 
     def __init__(self, subscriptions: list[Subscription], newest: int) -> None:
         self.subscriptions = subscriptions
         super().__init__(subscription.call for subscription in subscriptions)
         self.needs_event = any(subscription.needs_event for subscription in subscriptions)
         self.filtered = any(subscription.filter is not None for subscription in subscriptions)
-        # every one is called with (engine, event), and none is filtered
-        self.take_event = not self.filtered and all(subscription.needs_event for subscription in subscriptions)
+        self.takes_event = [subscription.needs_event for subscription in subscriptions]  # of each callable
         self.newest = newest  # serial number of the last subscription made before this was compiled
 
     def patch(self, subscription: Subscription) -> None:
         """Use the subscription's present callable, also in an iteration that is in progress."""
         for index, mine in enumerate(self.subscriptions):
             if mine is subscription:
-                self[index] = subscription.call
-                if self.take_event and not subscription.needs_event:  # they may be running, called with the event
-                    self[index] = lambda engine, _event: subscription.call(engine)
+                self[index], self.takes_event[index] = subscription.call, subscription.needs_event
         self.needs_event = self.needs_event or subscription.needs_event
 
 

@@ -56,16 +56,21 @@ def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int) ->
         if dispatch.low <= value < dispatch.high:
             calls, filtering = dispatch.inside, False
     event = engine.new_event(dispatch, source, seq) if calls.needs_event else None
-    if calls.take_event:
+    if calls.filtered:
+        event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, event)
+    else:
         call = None
         try:
-            for call in calls:
+            for call, takes_event in zip(calls, calls.takes_event, strict=True):
+                if not takes_event:
+                    call(engine)
+                    continue
+                if event is None:  # a profiler has replaced the handler while this event fires
+                    event = engine.new_event(dispatch, source, seq)
                 call(engine, event)
         except BaseException as error:
             annotate(error, engine, dispatch, subscription_of(calls, call))
             raise
-    else:
-        event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, event)
     if (dispatch.calls if filtering else dispatch.inside) is not calls:
         deliver_added(engine, dispatch, calls, source, seq, event)
     if filtering:

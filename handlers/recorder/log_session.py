@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from pulsetrain.engine import Engine, Event, EventBus, Events, OnError, PulsetrainError, RecordingError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
@@ -94,7 +96,7 @@ class LogSession:
         return logged
 
     def record(
-        self, event: Event, output: Mapping[str, object] | None = None, rates: tuple[float, ...] | None = None
+        self, event: Event, output: Mapping[str, object] | None = None, rates: tuple[Tensor | float, ...] | None = None
     ) -> bool:
         """Write an event in one step, as `write(entry(event))` would, if all of its values are on the host and plain.
 

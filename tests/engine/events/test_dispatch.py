@@ -6,6 +6,7 @@ import pytest
 
 from pulsetrain.engine import Engine, Event, EventBus, Events, Phase
 from pulsetrain.engine.events.payloads import GradientsReady, MetricsLogged, OptimizerStepCompleted
+from pulsetrain.engine.events.subscription import Subscription
 
 
 def an_engine(bus: EventBus | None = None) -> Engine:
@@ -193,3 +194,50 @@ def test_a_bus_continues_after_a_number_and_never_goes_back() -> None:
     engine.bus.continue_after(5)
     engine.fire(Events.METRICS_LOGGED, logged())
     assert [event.seq for event in seen] == [101, 102]
+
+
+# ------------------------------------------------------------------------------------------ filters that are functions
+
+
+def test_beside_a_function_the_other_filters_are_applied_only_where_one_of_them_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+    genuine = Subscription.is_due
+    monkeypatch.setattr(Subscription, "is_due", lambda self, *given: asked.append(self.filter) or genuine(self, *given))
+    engine, seen = an_engine(), []
+
+    def third(engine: Engine, iteration: int) -> bool:
+        return iteration % 3 == 0
+
+    engine.on(Events.ITERATION_COMPLETED(every=4))(lambda: seen.append(("every", engine.state.iteration)))
+    engine.on(Events.ITERATION_COMPLETED(event_filter=third))(lambda: seen.append(("third", engine.state.iteration)))
+    engine.on(Events.ITERATION_COMPLETED(once=6))(lambda: seen.append(("once", engine.state.iteration)))
+    engine.on(Events.ITERATION_COMPLETED)(lambda: seen.append(("each", engine.state.iteration)))
+    engine.run(range(8))
+    due = {"every": [4, 8], "third": [3, 6], "once": [6], "each": [*range(1, 9)]}
+    assert seen == [(name, number) for number in range(1, 9) for name in due if number in due[name]]
+    assert asked.count(third) == 8
+    assert len(asked) - asked.count(third) == 2 * len([1, 4, 6, 8])  # the first firing, and where one may be due
+
+
+def test_a_handler_that_joins_in_the_middle_of_an_event_is_called_once_and_in_its_turn() -> None:
+    engine, seen = an_engine(), []
+
+    def join(engine: Engine, event: Event) -> None:
+        seen.append(event.iteration)
+        if event.iteration == 2:
+            engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine, event: seen.append(-event.iteration))
+
+    engine.add_event_handler(Events.ITERATION_COMPLETED, join)
+    engine.run(range(3))
+    assert seen == [1, 2, -2, 3, -3]
+
+
+def test_handlers_with_and_without_the_record_get_what_they_ask_for() -> None:
+    engine, seen = an_engine(), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine, event: seen.append(event.seq))
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append("none"))
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.name))
+    engine.run([0])
+    assert seen == [engine.bus.sequence.last - 2, "none", engine.name]
