@@ -1,7 +1,7 @@
 """How long the command line and the imports take.
 
     python -m benchmarks start               # prints a table and exits with 1 if a bound is missed
-    python benchmarks/start.py --json        # the same as one JSON object
+    python -m benchmarks start --json        # the same as one JSON object
 
 Each figure is the median of rounds in which all take turns, each in a new process with its files in the page cache. The
 commands read the log of a small run. The last row is a ratio: what importing our Engine takes, to importing torch and
@@ -10,9 +10,6 @@ pytorch-ignite's.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness.results import Row, make_parser, ratios, report
 from pulsetrain import EventRecorder
 from pulsetrain.engine import Engine
 
@@ -44,45 +42,47 @@ def seconds(words: list[str], folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
-    """The seconds of each process in each round."""
-    processes = {name: ["-m", "pulsetrain", *words] for name, (words, _) in COMMANDS.items()}
+def measure(rounds: int, *, commands: bool) -> list[Row]:
+    """The seconds of each command, and the ratios of what imports torch."""
+    processes = {name: ["-m", "pulsetrain", *words] for name, (words, _) in COMMANDS.items() if commands}
     processes |= {code: ["-c", code] for code in (PEER, OWN)}
     found: dict[str, list[float]] = {name: [] for name in processes}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        engine = Engine(lambda engine, batch: {"loss": 1 / batch}, name="trainer")
-        EventRecorder(folder / "run").attach(engine)
-        engine.run(range(1, 101), max_epochs=2)
+        if commands:
+            engine = Engine(lambda engine, batch: {"loss": 1 / batch}, name="trainer")
+            EventRecorder(folder / "run").attach(engine)
+            engine.run(range(1, 101), max_epochs=2)
         for number in range(rounds + 1):  # the first fills the page cache
             for name, words in processes.items():
                 took = seconds(words, folder)
                 if number:
                     found[name].append(took)
-    return found
+    peer = found[PEER]
+    rows = [
+        Row(
+            name=name,
+            unit="s",
+            measured=statistics.median(found[name]),
+            least=min(found[name]),
+            most=max(found[name]),
+            kind="absolute",
+            bound=bound,
+        )
+        for name, (_, bound) in COMMANDS.items()
+        if commands
+    ]
+    rows.append(Row(name=PEER, unit="s", measured=statistics.median(peer), kind="absolute"))
+    return [*rows, Row(name=f"{OWN} / {PEER}", kind="ratio", **ratios(found[OWN], peer), bound=RATIO)]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("start", __doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    found = measure(arguments.rounds)
-    rows = {name: (statistics.median(found[name]), bound) for name, (_, bound) in COMMANDS.items()}
-    ratios = [own / peer for own, peer in zip(found[OWN], found[PEER], strict=True)]
-    rows[f"{OWN} / {PEER}"] = statistics.median(ratios), RATIO
-    if arguments.json:
-        print(
-            json.dumps({name: {"measured": value, "bound": bound} for name, (value, bound) in rows.items()}, indent=2)
-        )
-    else:
-        print(f"{'seconds of':<72}{'measured':>10}{'at most':>10}")
-        for name, (value, bound) in rows.items():
-            print(f"{name:<72}{value:>10.3f}{bound:>10.2f}{'' if value <= bound else '   missed'}")
-        print(f"the machine's load before: {load:.1f}")
-    return int(any(value > bound for value, bound in rows.values()))
+    parser.add_argument("--imports", action="store_true", help="measure the imports only")
+    options = parser.parse_args()
+    return report(options, "starting", lambda: (measure(options.rounds, commands=not options.imports), []))
 
 
 if __name__ == "__main__":
