@@ -68,14 +68,15 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def recording(folder: Path, events: int, rounds: int) -> tuple[float, float]:
-    """Microseconds of the recorder's receiver per event in the median round, and bytes per event after sealing."""
+def recording(folder: Path, events: int, rounds: int) -> dict[str, float]:
+    """The cost of the recorder and of a SummaryWriter, which take turns, and bytes per event after sealing."""
     engine = Engine(lambda engine, batch: None, name="trainer")
     engine.register_events(*Measured)
     recorder = EventRecorder(folder).attach(engine)
     receive = recorder._on_event
     engine.fire(Measured.REWARD, Reward(mean=0.5))
-    seconds, seq = [], 10
+    seconds, ratios, seq = list[float](), list[float](), 10
+    write = summary_writer(folder / "peer", min(events, 5000))
     for _ in range(rounds):
         made = []
         for number in range(events):
@@ -87,14 +88,20 @@ def recording(folder: Path, events: int, rounds: int) -> tuple[float, float]:
             for event in made:
                 receive(engine, event)
 
-        seconds.append(timed(receive_all))
+        seconds.append(timed(receive_all) / events)
+        if write is not None:
+            ratios.append(write() / seconds[-1])
     recorder.detach()
     size = (folder / "events" / "events.jsonl.zst").stat().st_size
-    return statistics.median(seconds) / events * 1e6, size / (events * rounds)
+    found = {
+        "recording, us per event": statistics.median(seconds) * 1e6,
+        "recording, bytes per event": size / (events * rounds),
+    }
+    return found | ({"SummaryWriter / recording": statistics.median(ratios)} if ratios else {})
 
 
-def summary_writer(folder: Path, events: int) -> float | None:
-    """Microseconds of TensorBoard's writer per scalar; None if it is not installed."""
+def summary_writer(folder: Path, events: int) -> Callable[[], float] | None:
+    """Measures the seconds of TensorBoard's writer per scalar; None if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -107,7 +114,7 @@ def summary_writer(folder: Path, events: int) -> float | None:
         writer.flush()
 
     write()
-    return timed(write) / events * 1e6
+    return lambda: timed(write) / events
 
 
 class Batches:
@@ -207,11 +214,7 @@ def measure(events: int, log_events: int, rounds: int) -> dict[str, float]:
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cost, size = recording(folder / "recording", events, rounds)
-        results["recording, us per event"], results["recording, bytes per event"] = cost, size
-        peer = summary_writer(folder / "peer", min(events, 5000))
-        if peer is not None:
-            results["SummaryWriter / recording"] = peer / cost
+        results.update(recording(folder / "recording", events, rounds))
         iteration = recorded_iteration(folder / "step", rounds)
         results["recording, us per iteration"] = iteration
         results["share of a 1 ms step, %"] = iteration / 10

@@ -73,6 +73,8 @@ def measure(rounds: int, *, commands: bool) -> list[Row]:
         if commands
     ]
     rows.append(Row(name=PEER, unit="s", measured=statistics.median(peer), kind="absolute"))
+    if commands:
+        rows.append(Row(name=f"replay / {PEER}", kind="ratio", **ratios(found["replay"], peer)))
     return [*rows, Row(name=f"{OWN} / {PEER}", kind="ratio", **ratios(found[OWN], peer), bound=RATIO)]
 
 
