@@ -4,12 +4,13 @@
     python -m benchmarks start --json        # the same as one JSON object
 
 Each figure is the median of rounds in which all take turns, each in a new process with its files in the page cache. The
-commands read the log of a small run. The last row is a ratio: what importing our Engine takes, to importing torch and
-pytorch-ignite's.
+commands read the log of a small run. The last rows are ratios of processor times: what replaying, and importing our
+Engine, take to importing torch and pytorch-ignite's.
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
 import subprocess
 import sys
@@ -35,11 +36,16 @@ COMMANDS: dict[str, tuple[list[str], float]] = {
 }
 
 
-def seconds(words: list[str], folder: Path) -> float:
-    """The wall-clock time of a process."""
-    start = time.perf_counter()
+def seconds(words: list[str], folder: Path) -> tuple[float, float]:
+    """The wall-clock time of a process, and its processor time."""
+    start, used = time.perf_counter(), _used()
     subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, check=False)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, _used() - used
+
+
+def _used() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(rounds: int, *, commands: bool) -> list[Row]:
@@ -47,6 +53,7 @@ def measure(rounds: int, *, commands: bool) -> list[Row]:
     processes = {name: ["-m", "pulsetrain", *words] for name, (words, _) in COMMANDS.items() if commands}
     processes |= {code: ["-c", code] for code in (PEER, OWN)}
     found: dict[str, list[float]] = {name: [] for name in processes}
+    used: dict[str, list[float]] = {name: [] for name in processes}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if commands:
@@ -55,10 +62,10 @@ def measure(rounds: int, *, commands: bool) -> list[Row]:
             engine.run(range(1, 101), max_epochs=2)
         for number in range(rounds + 1):  # the first fills the page cache
             for name, words in processes.items():
-                took = seconds(words, folder)
+                took, computed = seconds(words, folder)
                 if number:
                     found[name].append(took)
-    peer = found[PEER]
+                    used[name].append(computed)
     rows = [
         Row(
             name=name,
@@ -72,16 +79,16 @@ def measure(rounds: int, *, commands: bool) -> list[Row]:
         for name, (_, bound) in COMMANDS.items()
         if commands
     ]
-    rows.append(Row(name=PEER, unit="s", measured=statistics.median(peer), kind="absolute"))
+    rows.append(Row(name=PEER, unit="s", measured=statistics.median(found[PEER]), kind="absolute"))
     if commands:
-        rows.append(Row(name=f"replay / {PEER}", kind="ratio", **ratios(found["replay"], peer)))
-    return [*rows, Row(name=f"{OWN} / {PEER}", kind="ratio", **ratios(found[OWN], peer), bound=RATIO)]
+        rows.append(Row(name=f"replay / {PEER}", kind="ratio", **ratios(used["replay"], used[PEER])))
+    return [*rows, Row(name=f"{OWN} / {PEER}", kind="ratio", **ratios(used[OWN], used[PEER]), bound=RATIO)]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("start", __doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--imports", action="store_true", help="measure the imports only")
     options = parser.parse_args()
     return report(options, "starting", lambda: (measure(options.rounds, commands=not options.imports), []))

@@ -151,7 +151,7 @@ def test_a_ratio_that_the_run_does_not_determine_does_not_fail_the_short_form():
     assert (text, code) == ("bounds: 1 not measured", 0)
 
 
-def test_a_report_survives_json_and_anything_else_is_no_report():
+def test_a_report_survives_json_and_any_other_text_is_rejected():
     made = report(ratio(1.2, least=1.0, most=1.4, also={"us": 3.0}), load=replace(IDLE, others=None))
     assert Report.from_json(made.to_json()).to_json() == made.to_json()
     for text in ("[]", "{}", "text", '{"rows": [{"name": "a"}], "load": {}}'):
