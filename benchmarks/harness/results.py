@@ -107,7 +107,7 @@ def status(verdicts: Sequence[str]) -> int:
     return 1 if MISSED in verdicts else 3 if NOT_MEASURED in verdicts else 0
 
 
-def ratios(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+def ratios(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """The median, least and most of the ratios of the rounds: the values of a Row."""
     found = [ours / peer for ours, peer in zip(mine, theirs, strict=True)]
     return {"measured": statistics.median(found), "least": min(found), "most": max(found)}

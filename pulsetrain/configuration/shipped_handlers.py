@@ -34,4 +34,4 @@ class ShippedHandlers(Mapping[str, Factory]):
         return len(self._names)
 
 
-HANDLERS = ShippedHandlers({name: name for name in shipped.__all__ if not name.startswith("Callback")})
+HANDLERS = ShippedHandlers({name: name for name in vars(shipped)["__all__"] if not name.startswith("Callback")})
