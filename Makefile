@@ -22,7 +22,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow install install-dev lint types contracts pytest architecture coverage faults ignite-suite format bench clean FORCE
+.PHONY: help demo test test-slow install install-dev lint types contracts pytest architecture coverage faults ignite-suite format bench perf-check clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -77,9 +77,13 @@ format: $(VENV)/installed-dev ## let ruff fix what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/installed-dev ## the benchmarks of docs/benchmarks.md
+bench: $(VENV)/installed-dev ## the benchmarks of docs/performance.md, within 15 minutes; e.g. make bench ARGS=trainers
 	$(step) 'Benchmarks'
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+perf-check: $(VENV)/installed-dev ## compare the benchmarks with their bounds on an idle machine; ARGS=--short: ratios, anywhere
+	$(step) 'Bounds of the benchmarks'
+	@$(BIN)/python -m benchmarks --check $(ARGS)
 
 install: $(VENV)/installed ## create .venv with what a run needs
 install-dev: $(VENV)/installed-dev ## create .venv with what the checks need as well

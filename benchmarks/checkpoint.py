@@ -1,6 +1,7 @@
 """The cost of a checkpoint in time and memory: written synchronously, and in the background.
 
-    python benchmarks/checkpoint.py          # prints a table and a JSON line, exits with 1 if a bound is missed
+    python -m benchmarks checkpoint                      # prints a table and exits with 1 if a bound is missed
+    python -m benchmarks checkpoint --megabytes 500      # the state whose figures have the bounds
 
 The synchronous save is compared with torch.save, fsync and the same digest of the same number of bytes; both take turns
 in one process. Throughput is that of AdamW on the CPU, compared with the same steps without checkpoints in the same
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import statistics
 import subprocess
@@ -25,11 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness.results import Kind, Row, make_parser, report
 from pulsetrain.engine import Engine, Events
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 
+ROOT = Path(__file__).resolve().parents[1]
 MB = 10**6
 TENSOR = 4 * MB  # bytes of each tensor of the state: a matrix of 1000 x 1000
 BOUNDS = {
@@ -177,44 +179,49 @@ def measured_memory(kind: str, folder: Path, megabytes: int) -> int:
 
 def memory(kind: str, folder: Path, megabytes: int) -> float:
     """The memory that saving needs, in percent of the state's size."""
-    command = [sys.executable, __file__, "--memory", kind, "--folder", str(folder), "--megabytes", str(megabytes)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.checkpoint", "--memory", kind, "--folder", str(folder)]
+    command += ["--megabytes", str(megabytes)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     return 100 * int(done.stdout.splitlines()[-1]) / (megabytes * MB)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """All figures by name; those with a bound have the names of BOUNDS."""
-    megabytes = arguments.megabytes
-    ratio = synchronous(folder, megabytes, arguments.rounds)
-    later, first = stall(megabytes, arguments.rounds)
-    lost, saves, interval = Throughput(folder / "auto", arguments.seconds, min(megabytes, 100)).lost()
+def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+    """All figures; those with a bound have the names of BOUNDS."""
+    megabytes = options.megabytes
+    ratio = synchronous(folder, megabytes, options.rounds)
+    later, first = stall(megabytes, options.rounds)
+    lost, saves, interval = Throughput(folder / "auto", options.seconds, min(megabytes, 100)).lost()
     figures = [ratio, later, first, lost, *(memory(kind, folder, megabytes) for kind in ("synchronous", "background"))]
-    return {
-        **dict(zip(BOUNDS, figures, strict=True)),
-        "every='auto': saves": saves,
-        "every='auto': iterations between two": interval,
-    }
+    kinds: list[Kind] = ["ratio", "absolute", "absolute", "absolute", "size", "size"]
+    rows = [
+        Row(name=name, measured=figure, kind=kind, bound=bound)
+        for (name, bound), figure, kind in zip(BOUNDS.items(), figures, kinds, strict=True)
+    ]
+    return [
+        *rows,
+        Row(name="every='auto': saves", measured=saves, kind="size"),
+        Row(name="every='auto': iterations between two", measured=interval, kind="size"),
+    ]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the state")
+    parser = make_parser("checkpoint", __doc__)
+    parser.add_argument("--megabytes", type=int, default=200, help="size of the state [%(default)s]")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of training with every='auto'")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds of training with every='auto'")
     parser.add_argument("--folder", type=Path, help="where to write; by default the system's temporary folder")
     parser.add_argument("--memory", choices=("synchronous", "background"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.memory:
-        print(measured_memory(arguments.memory, arguments.folder, arguments.megabytes))
+    options = parser.parse_args()
+    if options.memory:
+        print(measured_memory(options.memory, options.folder, options.megabytes))
         return 0
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        results = measure(arguments, Path(folder))
-    print(f"{f'a state of {arguments.megabytes} MB':<56}{'measured':>10}{'bound':>8}")
-    for name, figure in results.items():
-        print(f"{name:<56}{figure:>10.2f}" + (f"{BOUNDS[name]:>8g}" if name in BOUNDS else ""))
-    print(json.dumps({"megabytes": arguments.megabytes, **results, "bounds": BOUNDS}))
-    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+
+    def rows() -> tuple[list[Row], list[str]]:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            return measure(options, Path(folder)), []
+
+    return report(options, f"a state of {options.megabytes} MB", rows)
 
 
 if __name__ == "__main__":

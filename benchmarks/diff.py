@@ -1,6 +1,6 @@
 """The time to find the first difference of two long logs.
 
-    python benchmarks/diff.py          # prints a table and a JSON line, exits with 1 if a bound is missed
+    python -m benchmarks diff          # prints a table and exits with 1 if a bound is missed
 
 Two runs of a million events differ from an event in the middle on, or from one near the end. The benchmark measures the
 time that `diff` takes from two paths to the first difference, including opening both logs: the median of several calls,
@@ -9,8 +9,6 @@ with the files in the page cache. For comparison: reading both logs, and measuri
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -21,6 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.diff.compare import diff
 
@@ -95,17 +94,17 @@ def measure(count: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=1_000_000, help="events of each log")
-    arguments = parser.parse_args()
-    if arguments.events < 100:
-        parser.error(f"--events {arguments.events}: choose at least 100")
-    results = measure(arguments.events)
-    print(f"{f'2 logs of {arguments.events} events':<44}{'measured':>10}{'bound':>8}")
-    for name, figure in results.items():
-        print(f"{name:<44}{figure:>10.1f}" + (f"{BOUNDS[name]:>8g}" if name in BOUNDS else ""))
-    print(json.dumps({"events": arguments.events, **results, "bounds": BOUNDS}))
-    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+    parser = make_parser("diff", __doc__)
+    parser.add_argument("--events", type=int, default=1_000_000, help="events of each log [%(default)s]")
+    options = parser.parse_args()
+    if options.events < 100:
+        parser.error(f"--events {options.events}: choose at least 100")
+
+    def rows() -> tuple[list[Row], list[str]]:
+        times = measure(options.events)
+        return [Row(name=name, measured=ms, kind="absolute", bound=BOUNDS.get(name)) for name, ms in times.items()], []
+
+    return report(options, f"2 logs of {options.events:,} events", rows)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """The cost of an iteration of the run loop, compared with pytorch-ignite in the same process.
 
-    python benchmarks/overhead.py            # prints a table and exits with 1 if a bound is missed
-    python benchmarks/overhead.py --json     # the same as one JSON object
+    python -m benchmarks overhead            # prints a table and exits with 1 if a bound is missed
+    python -m benchmarks overhead --json     # the same as one JSON object
 
-Each figure is the median of rounds in which both engines take turns, so that a drifting machine affects both.
+How many times less than ignite's an iteration of our Engine costs. Each figure is the median of rounds in which both
+engines take turns, so that a drifting machine affects both.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from ignite.engine import Engine as IgniteEngine
 from ignite.engine import Events as IgniteEvents
 
+from benchmarks.harness.results import Row, make_parser, ratios, report
 from pulsetrain.engine import Engine, Events
 
 ROWS = {  # name -> (handlers on ITERATION_COMPLETED, every, largest fraction of ignite's cost)
@@ -42,9 +42,9 @@ def seconds_an_iteration(engine: Any, iterations: int) -> float:
     return (time.perf_counter() - start) / iterations
 
 
-def measure(iterations: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds per iteration, ours and ignite's, and the ratio of ignite's to ours."""
-    results = {}
+def measure(iterations: int, rounds: int) -> list[Row]:
+    """The ratio of ignite's cost of an iteration to ours, and both."""
+    rows = []
     for name, (handlers, every, bound) in ROWS.items():
         ours = build(Engine, Events, handlers, every)
         theirs = build(IgniteEngine, IgniteEvents, handlers, every)
@@ -52,34 +52,29 @@ def measure(iterations: int, rounds: int) -> dict[str, dict[str, float]]:
         for _ in range(rounds + 1):  # the first warms up
             own_cost.append(seconds_an_iteration(ours, iterations))
             peer_cost.append(seconds_an_iteration(theirs, iterations // 10))
-        ratios = [peer / own for own, peer in zip(own_cost[1:], peer_cost[1:], strict=True)]
-        results[name] = {
-            "us": statistics.median(own_cost[1:]) * 1e6,
-            "ignite_us": statistics.median(peer_cost[1:]) * 1e6,
-            "times_less": statistics.median(ratios),
-            "bound_times_less": 1 / bound,
-        }
-    return results
+        rows.append(
+            Row(
+                name=name,
+                kind="ratio",
+                **ratios(peer_cost[1:], own_cost[1:]),
+                bound=1 / bound,
+                at_least=True,
+                also={
+                    "ours, us": statistics.median(own_cost[1:]) * 1e6,
+                    "ignite, us": statistics.median(peer_cost[1:]) * 1e6,
+                },
+            )
+        )
+    return rows
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=200_000, help="iterations per round")
+    parser = make_parser("overhead", __doc__)
+    parser.add_argument("--iterations", type=int, default=200_000, help="iterations per round [%(default)s]")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    results = measure(arguments.iterations, arguments.rounds)
-    if arguments.json:
-        print(json.dumps(results, indent=2))
-    else:
-        print(f"{'an iteration with':<26}{'ours, us':>10}{'ignite, us':>12}{'ratio':>12}{'bound':>8}")
-        for name, row in results.items():
-            print(
-                f"{name:<26}{row['us']:>10.3f}{row['ignite_us']:>12.2f}"
-                f"{row['times_less']:>12.1f}{row['bound_times_less']:>8.0f}"
-            )
-    return int(any(row["times_less"] < row["bound_times_less"] for row in results.values()))
+    options = parser.parse_args()
+    return report(options, "ignite / ours, an iteration", lambda: (measure(options.iterations, options.rounds), []))
 
 
 if __name__ == "__main__":

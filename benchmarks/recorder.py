@@ -1,6 +1,7 @@
 """The cost of recording, and the speed of reading a log, compared with TensorBoard's SummaryWriter if installed.
 
-    python benchmarks/recorder.py          # prints a table and a JSON line, exits with 1 if a bound is missed
+    python -m benchmarks recorder                     # prints a table and exits with 1 if a bound is missed
+    python -m benchmarks recorder --log-events 1e7    # the log whose figures have the bounds
 
 Recording is measured inside the recorder: the time of its receiver for an event with a payload of one float, sealing
 included. The time per iteration is what a recorder adds to a Trainer with a linear model and SGD, whose iterations have
@@ -9,8 +10,6 @@ events with rates and outputs; sealing included.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.results import Kind, Row, make_parser, report
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Engine, EventEnum, SupervisedStrategy
 from pulsetrain.engine.events.names import Event
@@ -68,14 +68,15 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def recording(folder: Path, events: int, rounds: int) -> tuple[float, float]:
-    """Microseconds of the recorder's receiver per event in the median round, and bytes per event after sealing."""
+def recording(folder: Path, events: int, rounds: int) -> dict[str, float]:
+    """The cost of the recorder and of a SummaryWriter, which take turns, and bytes per event after sealing."""
     engine = Engine(lambda engine, batch: None, name="trainer")
     engine.register_events(*Measured)
     recorder = EventRecorder(folder).attach(engine)
     receive = recorder._on_event
     engine.fire(Measured.REWARD, Reward(mean=0.5))
-    seconds, seq = [], 10
+    seconds, ratios, seq = list[float](), list[float](), 10
+    write = summary_writer(folder / "peer", min(events, 5000))
     for _ in range(rounds):
         made = []
         for number in range(events):
@@ -87,14 +88,20 @@ def recording(folder: Path, events: int, rounds: int) -> tuple[float, float]:
             for event in made:
                 receive(engine, event)
 
-        seconds.append(timed(receive_all))
+        seconds.append(timed(receive_all) / events)
+        if write is not None:
+            ratios.append(write() / seconds[-1])
     recorder.detach()
     size = (folder / "events" / "events.jsonl.zst").stat().st_size
-    return statistics.median(seconds) / events * 1e6, size / (events * rounds)
+    found = {
+        "recording, us per event": statistics.median(seconds) * 1e6,
+        "recording, bytes per event": size / (events * rounds),
+    }
+    return found | ({"SummaryWriter / recording": statistics.median(ratios)} if ratios else {})
 
 
-def summary_writer(folder: Path, events: int) -> float | None:
-    """Microseconds of TensorBoard's writer per scalar; None if it is not installed."""
+def summary_writer(folder: Path, events: int) -> Callable[[], float] | None:
+    """Measures the seconds of TensorBoard's writer per scalar; None if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -107,7 +114,7 @@ def summary_writer(folder: Path, events: int) -> float | None:
         writer.flush()
 
     write()
-    return timed(write) / events * 1e6
+    return lambda: timed(write) / events
 
 
 class Batches:
@@ -207,11 +214,7 @@ def measure(events: int, log_events: int, rounds: int) -> dict[str, float]:
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cost, size = recording(folder / "recording", events, rounds)
-        results["recording, us per event"], results["recording, bytes per event"] = cost, size
-        peer = summary_writer(folder / "peer", min(events, 5000))
-        if peer is not None:
-            results["SummaryWriter / recording"] = peer / cost
+        results.update(recording(folder / "recording", events, rounds))
         iteration = recorded_iteration(folder / "step", rounds)
         results["recording, us per iteration"] = iteration
         results["share of a 1 ms step, %"] = iteration / 10
@@ -220,22 +223,35 @@ def measure(events: int, log_events: int, rounds: int) -> dict[str, float]:
     return results
 
 
+def kind_of(name: str) -> Kind:
+    """What a figure depends on."""
+    if name == "SummaryWriter / recording":
+        return "ratio"
+    return "size" if name.endswith(("bytes per event", "MB")) else "absolute"
+
+
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=20_000, help="events to record per round")
-    parser.add_argument("--log-events", type=int, default=10_000_000, help="events of the log to open and read")
+    parser = make_parser("recorder", __doc__)
+    parser.add_argument("--events", type=int, default=20_000, help="events to record per round [%(default)s]")
+    parser.add_argument(
+        "--log-events",
+        type=lambda text: int(float(text)),
+        default=1_000_000,
+        help="events of the log to open and read [%(default)s]",
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    results = measure(arguments.events, arguments.log_events, arguments.rounds)
-    missed = [name for name, bound in BOUNDS.items() if results[name] > bound]
-    missed += [name for name, bound in AT_LEAST.items() if name in results and results[name] < bound]
-    print(f"{f'a log of {arguments.log_events:,} events':<40}{'measured':>10}{'bound':>10}")
-    for name, figure in results.items():
-        bound = f"<= {BOUNDS[name]:g}" if name in BOUNDS else f">= {AT_LEAST[name]:g}" if name in AT_LEAST else ""
-        print(f"{name:<40}{figure:>10.3f}{bound:>10}")
-    print(json.dumps({"log_events": arguments.log_events, **results, "at_most": BOUNDS, "at_least": AT_LEAST}))
-    return int(bool(missed))
+    options = parser.parse_args()
+
+    def rows() -> tuple[list[Row], list[str]]:
+        figures = measure(options.events, options.log_events, options.rounds)
+        bounds = BOUNDS | AT_LEAST
+        return [
+            Row(name=name, measured=value, kind=kind_of(name), bound=bounds.get(name), at_least=name in AT_LEAST)
+            for name, value in figures.items()
+        ], [] if "SummaryWriter / recording" in figures else ["SummaryWriter: absent: TensorBoard is not installed"]
+
+    return report(options, f"a log of {options.log_events:,} events", rows)
 
 
 if __name__ == "__main__":

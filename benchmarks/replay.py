@@ -1,6 +1,6 @@
 """The speed of replaying a recorded run through handlers.
 
-    python benchmarks/replay.py          # prints a table and a JSON line, exits with 1 if a bound is missed
+    python -m benchmarks replay          # prints a table and exits with 1 if a bound is missed
 
 The log is that of a trainer: four events per iteration (start, gradients, update, end) and a validation every 1,000.
 Rates count all events of the log; events without a subscriber are skipped without decoding. Each rate is the best of
@@ -9,14 +9,13 @@ several passes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.replay.playback import Replay
@@ -115,19 +114,22 @@ def measure(folder: Path, iterations: int, passes: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=250_000, help="iterations of the run")
+    parser = make_parser("replay", __doc__)
+    parser.add_argument("--iterations", type=int, default=250_000, help="iterations of the run [%(default)s]")
     parser.add_argument("--passes", type=int, default=5, help="passes per figure, of which the best counts")
-    arguments = parser.parse_args()
-    if arguments.iterations < VALIDATION or arguments.passes < 1:
+    options = parser.parse_args()
+    if options.iterations < VALIDATION or options.passes < 1:
         parser.error(f"choose at least {VALIDATION} iterations and 1 pass")
-    with tempfile.TemporaryDirectory() as name:
-        results = measure(Path(name), arguments.iterations, arguments.passes)
-    print(f"{f'events/s, {arguments.iterations} iterations replayed':<44}{'measured':>12}{'at least':>12}")
-    for name, figure in results.items():
-        print(f"{name:<44}{figure:>12,.0f}" + (f"{BOUNDS[name]:>12,.0f}" if name in BOUNDS else ""))
-    print(json.dumps({"iterations": arguments.iterations, **results, "bounds": BOUNDS}))
-    return int(any(results[name] < bound for name, bound in BOUNDS.items()))
+
+    def rows() -> tuple[list[Row], list[str]]:
+        with tempfile.TemporaryDirectory() as name:
+            rates = measure(Path(name), options.iterations, options.passes)
+        return [
+            Row(name=name, measured=rate, kind="absolute", bound=BOUNDS.get(name), at_least=True)
+            for name, rate in rates.items()
+        ], []
+
+    return report(options, f"events/s, {options.iterations:,} iterations replayed", rows)
 
 
 if __name__ == "__main__":

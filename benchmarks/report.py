@@ -1,6 +1,6 @@
 """The cost of a report of a long run: time, size of the page, and memory.
 
-    python benchmarks/report.py            # prints a table and a JSON line, exits with 1 if a bound is missed
+    python -m benchmarks report            # prints a table and exits with 1 if a bound is missed
 
 The log is that of a training run: output, learning rates and gradient norm of each iteration, metrics every tenth, a
 validation and a checkpoint every thousandth. The time includes importing plotly.
@@ -8,8 +8,6 @@ validation and a checkpoint every thousandth. The time includes importing plotly
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import tempfile
 import threading
@@ -18,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.report import write_report
 
@@ -111,17 +110,20 @@ def measure(events: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=1_000_000, help="events of the log")
-    arguments = parser.parse_args()
-    if arguments.events < 1:
-        parser.error(f"--events {arguments.events}: choose at least 1")
-    results = measure(arguments.events)
-    print(f"{f'a log of {arguments.events:,} events':<40}{'measured':>10}{'bound':>10}")
-    for name, figure in results.items():
-        print(f"{name:<40}{figure:>10.2f}{f'<= {BOUNDS[name]:g}':>10}")
-    print(json.dumps({"events": arguments.events, **results, "at_most": BOUNDS}))
-    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+    parser = make_parser("report", __doc__)
+    parser.add_argument("--events", type=int, default=1_000_000, help="events of the log [%(default)s]")
+    options = parser.parse_args()
+    if options.events < 1:
+        parser.error(f"--events {options.events}: choose at least 1")
+
+    def rows() -> tuple[list[Row], list[str]]:
+        figures = measure(options.events)
+        return [
+            Row(name=name, measured=value, kind="absolute" if name.endswith(", s") else "size", bound=BOUNDS[name])
+            for name, value in figures.items()
+        ], []
+
+    return report(options, f"a log of {options.events:,} events", rows)
 
 
 if __name__ == "__main__":

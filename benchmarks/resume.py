@@ -1,6 +1,6 @@
 """The time to resume inside a long epoch, compared with a loader that reads the earlier batches again.
 
-    python benchmarks/resume.py          # prints a table and a JSON line, exits with 1 if a bound is missed
+    python -m benchmarks resume          # prints a table and exits with 1 if a bound is missed
 
 A shuffled DataLoader over a million samples, and a checkpoint in the middle of the epoch. The benchmark measures the
 time from CHECKPOINT_LOADED, when the weights are loaded, to the ITERATION_STARTED of the first batch; with workers,
@@ -9,8 +9,6 @@ most of it is the time to start them. The other loader is the same DataLoader, r
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from itertools import islice
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, SupervisedStrategy
 from pulsetrain.handlers import Checkpointer
@@ -112,18 +111,21 @@ def measure(samples: int, position: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--samples", type=int, default=1_000_000, help="samples of an epoch")
-    parser.add_argument("--position", type=int, default=500_000, help="samples before the checkpoint")
-    arguments = parser.parse_args()
-    if not 0 < arguments.position <= arguments.samples - BATCH_SIZE:
-        parser.error(f"--position {arguments.position}: choose 1 to {arguments.samples - BATCH_SIZE}")
-    results = measure(arguments.samples, arguments.position)
-    print(f"{f'{arguments.position} of {arguments.samples} samples':<44}{'measured':>10}{'bound':>8}")
-    for name, figure in results.items():
-        print(f"{name:<44}{figure:>10.3f}" + (f"{BOUNDS[name]:>8g}" if name in BOUNDS else ""))
-    print(json.dumps({"samples": arguments.samples, "position": arguments.position, **results, "bounds": BOUNDS}))
-    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+    parser = make_parser("resume", __doc__)
+    parser.add_argument("--samples", type=int, default=1_000_000, help="samples of an epoch [%(default)s]")
+    parser.add_argument("--position", type=int, default=500_000, help="samples before the checkpoint [%(default)s]")
+    options = parser.parse_args()
+    if not 0 < options.position <= options.samples - BATCH_SIZE:
+        parser.error(f"--position {options.position}: choose 1 to {options.samples - BATCH_SIZE}")
+
+    def rows() -> tuple[list[Row], list[str]]:
+        figures = measure(options.samples, options.position)
+        return [
+            Row(name=name, measured=value, kind="absolute" if name.endswith(", s") else "ratio", bound=BOUNDS.get(name))
+            for name, value in figures.items()
+        ], []
+
+    return report(options, f"{options.position:,} of {options.samples:,} samples", rows)
 
 
 if __name__ == "__main__":

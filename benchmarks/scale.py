@@ -1,7 +1,7 @@
-"""Whether recording, memory, the log and seeking stay flat as a run grows to ten million events.
+"""Whether recording, memory, the log and seeking stay flat as a run grows to millions of events.
 
-    python -m benchmarks scale               # prints a table and exits with 1 if a bound is missed
-    python benchmarks/scale.py --events 1e6  # a shorter run
+    python -m benchmarks scale                # prints a table and exits with 1 if a bound is missed
+    python -m benchmarks scale --events 1e7   # the full run: several minutes
 
 One engine is recorded, whose step returns a loss: two events an iteration. Where a power of ten has been reached, the
 table shows the cost of an iteration (the median over windows of 500), the process's private memory, the size of the
@@ -10,16 +10,13 @@ log, how long a reader takes to open the log, which is still being written and h
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine import Engine
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
@@ -27,8 +24,15 @@ from pulsetrain.handlers import EventRecorder
 FIRST, WINDOW, EVENTS_OF_ITERATION = 10_000, 500, 2
 OPEN, SEEK = 200.0, 5.0  # milliseconds
 SLOWER, LARGER, GROWN = 1.5, 1.3, 16.0  # times the first row's; times the first row's; MB above the second row's
+COLUMNS = {
+    "iteration_us": "us",
+    "memory_mb": "MB",
+    "bytes_per_event": "bytes/event",
+    "open_ms": "open, ms",
+    "seek_ms": "seek, ms",
+}
 
-Row = dict[str, float]
+Figures = dict[str, float]
 
 
 def anonymous_memory() -> float:
@@ -60,7 +64,7 @@ class Batches:
     """As many iterations as make these events; measures where a multiple of ten is reached."""
 
     def __init__(self, folder: Path, events: int) -> None:
-        self.folder, self.iterations, self.rows = folder, events // EVENTS_OF_ITERATION, list[Row]()
+        self.folder, self.iterations, self.rows = folder, events // EVENTS_OF_ITERATION, list[Figures]()
         self._windows: list[float] = []  # seconds since the last row
 
     def __len__(self) -> int:
@@ -95,8 +99,8 @@ class Batches:
         self._windows.clear()
 
 
-def measure(events: int) -> list[Row]:
-    """A row for each multiple of ten up to this number of events."""
+def measure(events: int) -> list[Figures]:
+    """The figures at each multiple of ten up to this number of events."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         batches = Batches(folder, events)
@@ -106,48 +110,38 @@ def measure(events: int) -> list[Row]:
         return batches.rows
 
 
-def missed(rows: list[Row]) -> list[str]:
-    """The bounds that do not hold."""
-    found = []
-    first, grown = rows[0], rows[min(1, len(rows) - 1)]  # what is made once is made by the second row
-    for row in rows:
-        events = f"after {row['events']:,.0f} events"
-        for name, times in (("iteration_us", SLOWER), ("bytes_per_event", LARGER)):
-            if row[name] > times * first[name]:
-                found.append(f"{events}: {name} {row[name]:.2f}; at first {first[name]:.2f}, and the bound is {times}")
-        if row["memory_mb"] > grown["memory_mb"] + GROWN:
-            more = row["memory_mb"] - grown["memory_mb"]
-            found.append(f"{events}: {more:.1f} MB more memory; the bound is {GROWN}")
-        for what, bound in (("open", OPEN), ("seek", SEEK)):
-            if row[f"{what}_ms"] > bound:
-                found.append(f"{events}: {row[f'{what}_ms']:.1f} ms to {what}; the bound is {bound}")
-    return found
+def compared(marks: list[Figures]) -> list[Row]:
+    """An iteration at each mark, in times the first one's, and the largest value of the other figures."""
+    first, grown = marks[0], marks[min(1, len(marks) - 1)]  # what is made once is made by the second mark
+    rows = [
+        Row(
+            name=f"an iteration after {mark['events']:,.0f} events",
+            measured=mark["iteration_us"] / first["iteration_us"],
+            kind="ratio",
+            bound=SLOWER,
+            also={name: mark[key] for key, name in COLUMNS.items()},
+        )
+        for mark in marks
+    ]
+    larger = max(mark["bytes_per_event"] for mark in marks) / first["bytes_per_event"]
+    more = max(mark["memory_mb"] for mark in marks[1:] or marks) - grown["memory_mb"]
+    return [
+        *rows,
+        Row(name="bytes per event, the most / the first", measured=larger, kind="size", bound=LARGER),
+        Row(name=f"memory, MB more than after {grown['events']:,.0f} events", measured=more, kind="size", bound=GROWN),
+        Row(name="opening the log, ms", measured=max(mark["open_ms"] for mark in marks), kind="absolute", bound=OPEN),
+        Row(name="seeking, ms", measured=max(mark["seek_ms"] for mark in marks), kind="absolute", bound=SEEK),
+    ]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=lambda text: int(float(text)), default=10_000_000)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.events < FIRST:
+    parser = make_parser("scale", __doc__)
+    parser.add_argument("--events", type=lambda text: int(float(text)), default=1_000_000, help="[%(default)s]")
+    options = parser.parse_args()
+    if options.events < FIRST:
         parser.error(f"--events: needs at least {FIRST:,}")
-    load = os.getloadavg()[0]
-    rows = measure(arguments.events)
-    problems = missed(rows)
-    if arguments.json:
-        print(json.dumps({"rows": rows, "missed": problems, "load": load}, indent=2))
-        return int(bool(problems))
-    print(f"{'events':>12}{'iteration, us':>16}{'memory, MB':>12}{'bytes/event':>13}{'open, ms':>10}{'seek, ms':>10}")
-    for row in rows:
-        print(
-            f"{row['events']:>12,.0f}{row['iteration_us']:>16.2f}{row['memory_mb']:>12.1f}"
-            f"{row['bytes_per_event']:>13.2f}{row['open_ms']:>10.2f}{row['seek_ms']:>10.2f}"
-        )
-    print(f"the machine's load before: {load:.1f}")
-    for problem in problems:
-        print(f"missed: {problem}", file=sys.stderr)
-    return int(bool(problems))
+    return report(options, "in times the first", lambda: (compared(measure(options.events)), []))
 
 
 if __name__ == "__main__":

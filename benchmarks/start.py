@@ -1,18 +1,16 @@
 """How long the command line and the imports take.
 
     python -m benchmarks start               # prints a table and exits with 1 if a bound is missed
-    python benchmarks/start.py --json        # the same as one JSON object
+    python -m benchmarks start --json        # the same as one JSON object
 
 Each figure is the median of rounds in which all take turns, each in a new process with its files in the page cache. The
-commands read the log of a small run. The last row is a ratio: what importing our Engine takes, to importing torch and
-pytorch-ignite's.
+commands read the log of a small run. The last rows are ratios of processor times: what replaying, and importing our
+Engine, take to importing torch and pytorch-ignite's.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness.results import Row, make_parser, ratios, report
 from pulsetrain import EventRecorder
 from pulsetrain.engine import Engine
 
@@ -37,52 +36,62 @@ COMMANDS: dict[str, tuple[list[str], float]] = {
 }
 
 
-def seconds(words: list[str], folder: Path) -> float:
-    """The wall-clock time of a process."""
-    start = time.perf_counter()
+def seconds(words: list[str], folder: Path) -> tuple[float, float]:
+    """The wall-clock time of a process, and its processor time."""
+    start, used = time.perf_counter(), _used()
     subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, check=False)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, _used() - used
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
-    """The seconds of each process in each round."""
-    processes = {name: ["-m", "pulsetrain", *words] for name, (words, _) in COMMANDS.items()}
+def _used() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(rounds: int, *, commands: bool) -> list[Row]:
+    """The seconds of each command, and the ratios of what imports torch."""
+    processes = {name: ["-m", "pulsetrain", *words] for name, (words, _) in COMMANDS.items() if commands}
     processes |= {code: ["-c", code] for code in (PEER, OWN)}
     found: dict[str, list[float]] = {name: [] for name in processes}
+    used: dict[str, list[float]] = {name: [] for name in processes}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        engine = Engine(lambda engine, batch: {"loss": 1 / batch}, name="trainer")
-        EventRecorder(folder / "run").attach(engine)
-        engine.run(range(1, 101), max_epochs=2)
+        if commands:
+            engine = Engine(lambda engine, batch: {"loss": 1 / batch}, name="trainer")
+            EventRecorder(folder / "run").attach(engine)
+            engine.run(range(1, 101), max_epochs=2)
         for number in range(rounds + 1):  # the first fills the page cache
             for name, words in processes.items():
-                took = seconds(words, folder)
+                took, computed = seconds(words, folder)
                 if number:
                     found[name].append(took)
-    return found
+                    used[name].append(computed)
+    rows = [
+        Row(
+            name=name,
+            unit="s",
+            measured=statistics.median(found[name]),
+            least=min(found[name]),
+            most=max(found[name]),
+            kind="absolute",
+            bound=bound,
+        )
+        for name, (_, bound) in COMMANDS.items()
+        if commands
+    ]
+    rows.append(Row(name=PEER, unit="s", measured=statistics.median(found[PEER]), kind="absolute"))
+    if commands:
+        rows.append(Row(name=f"replay / {PEER}", kind="ratio", **ratios(used["replay"], used[PEER])))
+    return [*rows, Row(name=f"{OWN} / {PEER}", kind="ratio", **ratios(used[OWN], used[PEER]), bound=RATIO)]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    found = measure(arguments.rounds)
-    rows = {name: (statistics.median(found[name]), bound) for name, (_, bound) in COMMANDS.items()}
-    ratios = [own / peer for own, peer in zip(found[OWN], found[PEER], strict=True)]
-    rows[f"{OWN} / {PEER}"] = statistics.median(ratios), RATIO
-    if arguments.json:
-        print(
-            json.dumps({name: {"measured": value, "bound": bound} for name, (value, bound) in rows.items()}, indent=2)
-        )
-    else:
-        print(f"{'seconds of':<72}{'measured':>10}{'at most':>10}")
-        for name, (value, bound) in rows.items():
-            print(f"{name:<72}{value:>10.3f}{bound:>10.2f}{'' if value <= bound else '   missed'}")
-        print(f"the machine's load before: {load:.1f}")
-    return int(any(value > bound for value, bound in rows.values()))
+    parser = make_parser("start", __doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--imports", action="store_true", help="measure the imports only")
+    options = parser.parse_args()
+    return report(options, "starting", lambda: (measure(options.rounds, commands=not options.imports), []))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The response time of `pulsetrain debug` anywhere in a long log.
 
-    python benchmarks/stepping.py          # prints a table and a JSON line, exits with 1 if a bound is missed
+    python -m benchmarks stepping                 # prints a table and exits with 1 if a bound is missed
+    python -m benchmarks stepping --events 1e7    # the log whose figures have the bound
 
 The log is that of a trainer: four events per iteration, and every 1,000 iterations a validation by an evaluator, with
 its own events. Each response is a move from a random position, and the text that the prompt prints after it: the
@@ -10,9 +11,7 @@ may disturb a pass; the bound applies to the slowest response.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import tempfile
@@ -21,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.debugger.commands import Commands
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine import Events
@@ -107,29 +107,38 @@ def best(passes: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
 
 def main() -> int:
     """Measure and print; the exit status is 1 if the bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=10_000_000, help="events of the log")
+    parser = make_parser("stepping", __doc__)
+    parser.add_argument(
+        "--events", type=lambda text: int(float(text)), default=1_000_000, help="events of the log [%(default)s]"
+    )
     parser.add_argument("--rounds", type=int, default=50, help="random positions")
     parser.add_argument("--passes", type=int, default=3, help="passes over the same positions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="a run folder to step through instead")
-    arguments = parser.parse_args()
-    if arguments.events < 10 * VALIDATION or min(arguments.rounds, arguments.passes) < 1:
+    options = parser.parse_args()
+    if options.events < 10 * VALIDATION or min(options.rounds, options.passes) < 1:
         parser.error(f"choose at least {10 * VALIDATION} events, 1 round and 1 pass")
-    with tempfile.TemporaryDirectory() as name:
-        folder = arguments.log or Path(name)
-        if arguments.log is None:
-            write_log(folder / "events", arguments.events)
-        times = best([answers(folder, arguments.rounds, arguments.seed) for _ in range(arguments.passes)])
-        events = len(EventLog(folder))
-    results = {kind: {"median": statistics.median(each), "worst": max(each)} for kind, each in times.items()}
-    print(f"{'ms':<30}{'median':>10}{'worst':>10}{f'bound: {BOUND:g}':>14}")
-    for kind, each in results.items():
-        print(f"{kind:<30}{each['median']:>10.2f}{each['worst']:>10.2f}")
-    bounded = {kind: each for kind, each in results.items() if kind not in ("open", "watch")}
-    worst = max(each["worst"] for each in bounded.values())
-    print(json.dumps({"events": events, "ms": results, "worst": worst, "at_most": BOUND}))
-    return int(worst > BOUND)
+
+    def rows() -> tuple[list[Row], list[str]]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = options.log or Path(name)
+            if options.log is None:
+                write_log(folder / "events", options.events)
+            times = best([answers(folder, options.rounds, options.seed) for _ in range(options.passes)])
+            events = len(EventLog(folder))
+        bound = {kind: BOUND for kind in times if kind not in ("open", "watch")}
+        return [
+            Row(
+                name=kind,
+                measured=max(each),
+                kind="absolute",
+                bound=bound.get(kind),
+                also={"median": statistics.median(each)},
+            )
+            for kind, each in times.items()
+        ], [f"a log of {events:,} events"]
+
+    return report(options, "the slowest response, ms", rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The time to verify part of a run, compared with training it.
 
-    python benchmarks/verify.py          # prints a table and a JSON line, exits with 1 if the bound is missed
+    python -m benchmarks verify          # prints a table and exits with 1 if the bound is missed
 
 Both continue from the same checkpoint with the same handlers to the same iteration, and take turns: a Trainer that
 resumes and records, and `verify`, which also compares every event. The medians count.
@@ -8,8 +8,6 @@ resumes and records, and `verify`, which also compares every event. The medians 
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
 import tempfile
@@ -20,11 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness.results import Row, make_parser, ratios, report
 from pulsetrain import Trainer, TrainingConfig, verify
 from pulsetrain.engine import Every, SupervisedStrategy
 from pulsetrain.handlers import Checkpointer, EventRecorder
 
-BOUND = {"verify / training, %": 3.0}  # more
+BOUND = 1.03  # times the training
 WIDTH = 512
 BEGIN = 50  # iterations before the part to verify
 
@@ -43,8 +42,8 @@ def build(folder: Path, iterations: int) -> Trainer:
     )
 
 
-def measure(iterations: int, rounds: int) -> dict[str, float]:
-    """Seconds of both, and the time that verifying takes in addition, in percent."""
+def measure(iterations: int, rounds: int) -> list[Row]:
+    """Seconds of both, and their ratio."""
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         build(run, iterations).train()
@@ -63,26 +62,21 @@ def measure(iterations: int, rounds: int) -> dict[str, float]:
                 raise SystemExit("the run was not reproduced: nothing was measured")
             verified.append(time.perf_counter() - start)
             shutil.rmtree(rerun, ignore_errors=True)
-    ratio = statistics.median(v / t for v, t in zip(verified, trained, strict=True))
-    return {
-        "training, s": statistics.median(trained),
-        "verify, s": statistics.median(verified),
-        "verify / training, %": 100 * (ratio - 1),
-    }
+    return [
+        Row(name="training, s", measured=statistics.median(trained), kind="absolute"),
+        Row(name="verify, s", measured=statistics.median(verified), kind="absolute"),
+        Row(name="verify / training", kind="ratio", **ratios(verified, trained), bound=BOUND),
+    ]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if the bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("verify", __doc__)
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    results = measure(arguments.iterations, arguments.rounds)
-    print(f"{f'{arguments.iterations} iterations':<28}{'measured':>10}{'bound':>10}")
-    for name, figure in results.items():
-        print(f"{name:<28}{figure:>10.2f}" + (f"{f'<= {BOUND[name]:g}':>10}" if name in BOUND else ""))
-    print(json.dumps({"iterations": arguments.iterations, **results, "bounds": BOUND}))
-    return int(any(results[name] > bound for name, bound in BOUND.items()))
+    options = parser.parse_args()
+    title = f"{options.iterations} iterations"
+    return report(options, title, lambda: (measure(options.iterations, options.rounds), []))
 
 
 if __name__ == "__main__":

@@ -161,3 +161,23 @@ def test_reading_a_log_from_the_command_line_imports_nothing_slow(words: str, tm
             writer.add(LoggedEvent(n, "trainer", "iteration_completed", 1, n, output={"loss": 0.5}, seq=n, t=10**18))
         writer.end()
     assert not loaded_by(COMMAND, *shlex.split(words), cwd=tmp_path) & SLOW
+
+
+@pytest.mark.slow
+def test_replaying_imports_the_named_handler_and_no_trainer(tmp_path: Path):
+    with closing(LogWriter(tmp_path / "a" / "events")) as writer:
+        writer.add(LoggedEvent(0, "trainer", "iteration_completed", 1, 1, output={"loss": 0.5}, seq=0, t=10**18))
+        writer.end()
+    code = "import atexit, sys; atexit.register(lambda: print('\\n' + ' '.join(sys.modules), file=sys.stderr))\n"
+    words = ["replay", "a", "--handler", "step_limit:iterations=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code + COMMAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=True,
+    )
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "pulsetrain.handlers.guards.limits" in loaded
+    assert not loaded & {"pulsetrain.trainer", "pulsetrain.handlers.monitors.flop_count", "torch.utils.flop_counter"}

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
-from pulsetrain.configuration.assemble import HANDLERS
 from pulsetrain.configuration.claim import holds_run
-from pulsetrain.configuration.class_paths import Factory
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.parse import load_yaml
+from pulsetrain.configuration.shipped_handlers import HANDLERS, ShippedHandlers
 from pulsetrain.engine import ConfigurationError, Events, MetricNotFoundError, PulsetrainError
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
@@ -85,9 +84,9 @@ def _make(text: str, spec: Mapping[str, object]) -> Handler:
     return handler
 
 
-def _shipped() -> dict[str, Factory]:
+def _shipped() -> ShippedHandlers:
     """Handlers by the names of their classes, and by these in lower case, such as `early_stopping`."""
-    return HANDLERS | {_in_words(name): made_by for name, made_by in HANDLERS.items()}
+    return ShippedHandlers({name: name for name in HANDLERS} | {_in_words(name): name for name in HANDLERS})
 
 
 def _in_words(name: str) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pulsetrain.handlers as shipped_handlers
 from pulsetrain.config import TrainingConfig
 from pulsetrain.configuration.claim import Claim, has_checkpoint, resolve_folder, run_of, write_description
 from pulsetrain.configuration.class_paths import Factory, look_in
@@ -16,6 +15,7 @@ from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import differences, load_yaml
 from pulsetrain.configuration.sections import SECTIONS
+from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.engine import ConfigurationError, Events, JaxBackend, PulsetrainError, TorchBackend, backends
 from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.checkpoint import resolve
@@ -25,13 +25,8 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer
 
-__all__ = ["BACKENDS", "HANDLERS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
+__all__ = ["BACKENDS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
 
-HANDLERS: dict[str, Factory] = {
-    name: getattr(shipped_handlers, name)
-    for name in vars(shipped_handlers)["__all__"]
-    if not name.startswith("Callback")
-}
 STRATEGIES: dict[str, Factory] = {
     **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
     **shipped_strategies.STRATEGIES,

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -16,7 +17,9 @@ from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.run_files.ownership import release, take
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_file import write_run_file
-from pulsetrain.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pulsetrain.trainer import Trainer
 
 __all__ = ["Claim", "has_checkpoint", "holds_run", "resolve_folder", "run_of", "write_description"]
 

@@ -17,10 +17,11 @@ from typing import Any, Self
 
 import torch
 
-from pulsetrain.configuration.assemble import HANDLERS, assemble
+from pulsetrain.configuration.assemble import assemble
 from pulsetrain.configuration.claim import resolve_folder
 from pulsetrain.configuration.class_paths import Factory, find, look_in
 from pulsetrain.configuration.instantiate import instantiate, spec_of
+from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.engine import FIRST, LAST, Events, Every, Phase, RunFolderError
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.loaders import length_of

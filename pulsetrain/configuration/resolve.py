@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.configuration.assemble import BACKENDS, HANDLERS, STRATEGIES, with_run_folder
+from pulsetrain.configuration.assemble import BACKENDS, STRATEGIES, with_run_folder
 from pulsetrain.configuration.class_paths import Factory, find, look_in
 from pulsetrain.configuration.instantiate import (
     checked_arguments,
@@ -29,6 +29,7 @@ from pulsetrain.configuration.names_0_1 import current_path
 from pulsetrain.configuration.parse import load_yaml, read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.configuration.sections import SECTIONS
+from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Resolved", "resolve"]

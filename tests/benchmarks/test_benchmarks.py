@@ -1,35 +1,160 @@
-"""The benchmarks run, compare with the peer they name, and say by their exit status whether the bounds hold."""
+"""Each benchmark measures every figure that has a bound, and its exit status says whether all of them hold."""
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import programs
+from benchmarks.harness.plan import FULL, SHORT, names
+from benchmarks.harness.results import Report, status
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+TRAINERS = ["ours", "ours, the full set", "ignite", "Fabric", "ours, nothing computed", "torchtnt"]
+SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the bounds
+    "backends": (["--rounds", "1", "--steps", "2"], {"TorchBackend(functional=True) / in place": 1.25}),
+    "cartpole": (["--seeds", "3", "4", "--rollouts", "1"], {"seed 3": 475.0, "seed 4": 475.0}),
+    "checkpoint": (
+        ["--megabytes", "8", "--rounds", "1", "--seconds", "1"],
+        {
+            "synchronous / (torch.save + fsync + digest)": 1.25,
+            "background: stall, ms per 100 MB": 10.0,
+            "background: stall of the first, ms per 100 MB": 10.0,
+            "background: throughput lost with every='auto', %": 3.5,
+            "synchronous: memory beside the state, %": 10.0,
+            "background: memory beside the state, %": 110.0,
+        },
+    ),
+    "diff": (
+        ["--events", "5000"],
+        {"first difference, in the middle, ms": 50.0, "first difference, near the end, ms": 50.0},
+    ),
+    "overhead": (
+        ["--iterations", "2000", "--rounds", "1"],
+        {"no handlers": 16.0, "10 handlers": 10.0, "10 handlers, every=100": 50.0},
+    ),
+    "recorder": (
+        ["--events", "2000", "--log-events", "5000", "--rounds", "1"],
+        {
+            "recording, us per event": 1.2,
+            "recording, bytes per event": 30.0,
+            "recording, us per iteration": 6.0,
+            "share of a 1 ms step, %": 0.7,
+            "opening a log, ms": 20.0,
+            "opening a log without table, ms": 200.0,
+            "seek by seq, ms": 5.0,
+            "seek by iteration, ms": 5.0,
+            "memory while reading, MB": 16.0,
+            "reading, million events/s": 1.0,
+            "SummaryWriter / recording": 20.0,
+        },
+    ),
+    "replay": (
+        ["--iterations", "5000", "--passes", "1"],
+        {
+            "through one handler of each iteration": 1_500_000.0,
+            "through ten handlers of each iteration": 800_000.0,
+            "through ten handlers of trainer events": 800_000.0,
+            "through EarlyStopping": 1_500_000.0,
+        },
+    ),
+    "report": (["--events", "5000"], {"report, s": 10.0, "page, MB": 15.0, "memory, MB": 100.0}),
+    "resume": (
+        ["--samples", "20000", "--position", "10000"],
+        {"first batch, 0 workers, s": 1.0, "first batch, 2 workers, s": 1.0},
+    ),
+    "scale": (
+        ["--events", "1e4"],
+        {
+            "an iteration after 9,998 events": 1.5,
+            "bytes per event, the most / the first": 1.3,
+            "memory, MB more than after 9,998 events": 16.0,
+            "opening the log, ms": 200.0,
+            "seeking, ms": 5.0,
+        },
+    ),
+    "start": (
+        ["--rounds", "1"],
+        {
+            "--help": 0.3,
+            "--version": 0.3,
+            "completion bash": 0.3,
+            "a wrong command": 0.3,
+            "events": 0.7,
+            "diff": 0.7,
+            "export": 0.7,
+            "replay": 0.7,
+            "from pulsetrain.engine import Engine / import torch, ignite.engine": 1.05,
+        },
+    ),
+    "stepping": (
+        ["--events", "10000", "--rounds", "3", "--passes", "1"],
+        dict.fromkeys(
+            (
+                *("goto seq", "next", "back", "state", "events", "goto iteration", "next 10000", "back 10000"),
+                *("break", "break, backwards", "back to validation_started"),
+            ),
+            100.0,
+        ),
+    ),
+    "trainers": (
+        ["--only", *TRAINERS, "--rounds", "1", "--iterations", "50"],
+        {
+            "ours, the full set": 20.0,
+            "ours, nothing computed": 4.0,
+            "ours / ignite": 1.0,
+            "ours, the full set / Fabric": 1.0,
+        },
+    ),
+    "verify": (["--iterations", "40", "--rounds", "1"], {"verify / training": 1.03}),
+}
+OPTIONAL = {  # rows of peers that need not be installed
+    "SummaryWriter / recording": "torch.utils.tensorboard",
+    "ours, the full set / Fabric": "lightning.fabric",
+}
+
+
+def measured(name: str, options: list[str]) -> tuple[Report, int]:
+    # a Python of its own: jax's threads and a warm interpreter that forks do not go together
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # steps so small that threads would wait for each other
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=alone)
+    assert done.stdout, done.stderr[-2000:]
+    return Report.from_json(done.stdout.splitlines()[-1]), done.returncode
 
 
 @pytest.mark.slow
-def test_the_overhead_benchmark_measures_both_engines_in_every_row():
-    done = programs.run(BENCHMARKS / "overhead.py", "--iterations", 2000, "--rounds", 1, "--json")
-    rows = json.loads(done.stdout)
-    assert {name: row["bound_times_less"] for name, row in rows.items()} == {
-        "no handlers": 16,
-        "10 handlers": 10,
-        "10 handlers, every=100": 50,
-    }
-    assert all(row["us"] > 0 and row["ignite_us"] > row["us"] for row in rows.values())
-    missed = any(row["times_less"] < row["bound_times_less"] for row in rows.values())
-    assert done.returncode == int(missed)
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_every_figure_with_a_bound_is_measured_and_decides_the_exit_status(name: str):
+    for package in {"cartpole": ["gymnasium"], "report": ["plotly"], "backends": ["jax"]}.get(name, []):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    options, bounds = SMALL[name]
+    report, code = measured(name, options)
+    found = {row.name: row.bound for row in report.rows if row.bound is not None}
+    assert bounds.keys() - found.keys() <= OPTIONAL.keys()
+    assert found == {row: bound for row, bound in bounds.items() if row in found}
+    assert all(isinstance(row.measured, float | int) for row in report.rows)
+    assert code == status([verdict for _, verdict in report.verdicts()])
+    assert report.command.startswith(f"python -m benchmarks {name} ")
 
 
-def test_an_unknown_benchmark_is_named_with_those_that_are_there():
-    command = [sys.executable, "-m", "benchmarks", "overhaed"]
-    done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=60, check=False)
+def test_the_short_and_the_full_form_name_benchmarks_that_exist():
+    assert {*SHORT, *FULL} <= {*names()}
+
+
+@pytest.mark.parametrize("arguments", [["overhaed"], ["--short"], ["overhead", "diff", "--events", "5"]])
+def test_wrong_input_is_rejected_with_what_would_be_right(arguments: list[str]):
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "overhead" in done.stderr
+    assert any(remedy in done.stderr for remedy in ("choose from backends", "a form of --check", "need its name"))
+
+
+@pytest.mark.slow
+def test_the_ratios_of_the_short_form_hold():
+    command = [sys.executable, "-m", "benchmarks", "--check", "--short"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

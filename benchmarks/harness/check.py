@@ -1,0 +1,91 @@
+"""Compares the rows of benchmarks with their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.harness.results import HOLDS, MISSED, NOT_MEASURED, Report, Row, number, status
+from benchmarks.harness.run import Outcome
+
+__all__ = ["SLACK", "Finding", "check", "summary"]
+
+SLACK = 1.5  # times its bound that a ratio may be in the short form, which also runs on busy machines
+
+Run = Callable[[str, Sequence[str]], Outcome]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A row with its verdict, or a benchmark that failed: then `row` is empty."""
+
+    benchmark: str
+    row: str
+    text: str
+    verdict: str
+
+
+def check(
+    chosen: Sequence[tuple[str, Sequence[str]]], run: Run, *, short: bool, show: Callable[[str], object]
+) -> list[Finding]:
+    """Run each benchmark, and compare every row that has a bound.
+
+    The short form compares ratios alone, with slack, and runs a benchmark again before it reports a missed bound: a row
+    is missed if it is missed twice.
+
+    Args:
+        chosen: the benchmarks with their options.
+        run: runs one.
+        short: whether this is the short form.
+        show: gets the text about each benchmark when it has ended.
+    """
+    found: list[Finding] = []
+    for name, arguments in chosen:
+        first = _findings(run(name, arguments), short)
+        if short and any(each.verdict == MISSED for each in first):
+            show(f"{name}: a bound is missed; measuring again")
+            first = _better(first, _findings(run(name, arguments), short))
+        show("\n".join(f"{each.verdict:<14}{each.benchmark}: {each.text}" for each in first) or f"{name}: no bounds")
+        found += first
+    return found
+
+
+def summary(found: Sequence[Finding], *, short: bool) -> tuple[str, int]:
+    """What to print at the end, and the exit status: see `status`; the short form leaves absolute times out."""
+    verdicts = [each.verdict for each in found]
+    words = {HOLDS: "hold", MISSED: "missed", NOT_MEASURED: "not measured"}
+    counts = [f"{verdicts.count(verdict)} {word}" for verdict, word in words.items() if verdict in verdicts]
+    lines = [f"{MISSED}: {each.benchmark}: {each.text}" for each in found if each.verdict == MISSED]
+    lines.append(f"bounds: {', '.join(counts) or 'none compared'}")
+    if NOT_MEASURED in verdicts and not short:
+        lines.append("Absolute times count only on an idle machine: run this again when nothing else runs.")
+    code = status(verdicts)
+    return "\n".join(lines), 0 if short and code == 3 else code
+
+
+def _findings(outcome: Outcome, short: bool) -> list[Finding]:
+    found = outcome.report
+    if found is None:
+        said = (outcome.errors.strip() or outcome.output.strip() or "no output").splitlines()[-1]
+        text = f"exit status {outcome.status}, no rows: {said}"
+        return [Finding(benchmark=outcome.name, row="", text=text, verdict=MISSED if outcome.status else HOLDS)]
+    slack = SLACK if short else 1.0
+    return [
+        Finding(benchmark=outcome.name, row=row.name, text=_compared(row, found, slack), verdict=verdict)
+        for row, verdict in found.verdicts(slack)
+        if row.bound is not None and (row.kind == "ratio" or not short)
+    ]
+
+
+def _compared(row: Row, found: Report, slack: float) -> str:
+    """Both figures, and beside an absolute one the load."""
+    unit = f" {row.unit}" if row.unit else ""
+    by = f" with {slack:g} times slack" if slack != 1 else ""
+    load = f"; {found.load}" if row.kind == "absolute" else ""
+    return f"{row.name}: measured {number(row.measured)}{unit}, bound {row.limit}{unit}{by}{load}"
+
+
+def _better(first: Sequence[Finding], second: Sequence[Finding]) -> list[Finding]:
+    """Of each row the measurement whose bound holds, otherwise the second."""
+    held = {each.row: each for each in first if each.verdict == HOLDS}
+    return [held.get(each.row, each) if each.verdict == MISSED else each for each in second]

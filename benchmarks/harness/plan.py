@@ -1,0 +1,37 @@
+"""Which benchmarks there are, and with which options each runs in the short and the full form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["FOLDER", "FULL", "SHORT", "arguments_of", "names"]
+
+FOLDER = Path(__file__).resolve().parents[1]
+
+# ratios only, all together within 90 seconds on 2 cores; the others have none, or need more time for it
+SHORT: dict[str, list[str]] = {
+    "overhead": ["--iterations", "20000", "--rounds", "5"],
+    "trainers": [
+        *("--only", "ours", "ours, the full set", "ignite", "Fabric"),
+        *("--rounds", "5", "--iterations", "300"),
+    ],
+    "start": ["--imports", "--rounds", "2"],
+    "scale": ["--events", "1e5"],
+}
+# sizes for which a figure is promised and which take longer than a run of all benchmarks should
+FULL: dict[str, list[str]] = {
+    "checkpoint": ["--megabytes", "500", "--seconds", "60"],
+    "recorder": ["--log-events", "1e7"],
+    "scale": ["--events", "1e7"],
+    "stepping": ["--events", "1e7"],
+}
+
+
+def names() -> list[str]:
+    """All benchmarks, by the names of their files."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__main__")
+
+
+def arguments_of(name: str, form: str) -> list[str]:
+    """The options of a benchmark in a form: "short", "full", or "" for its defaults."""
+    return {"short": SHORT, "full": FULL, "": {}}[form].get(name, [])
