@@ -186,8 +186,13 @@ class FunctionalBackend(Trees, ValueBackend):
             ValueError: it has no samples, so its mean loss would be nan.
         """
         prepared = not_empty(strategy.prepare_batch(self.to_host(batch)))
+        inputs, targets = self.to_arguments((prepared.inputs, prepared.targets))
         # not the weight: accumulation and means are computed by torch
-        return replace(prepared, inputs=self.to_native(prepared.inputs), targets=self.to_native(prepared.targets))
+        return TrainingBatch(inputs, targets, prepared.samples, prepared.tokens, prepared.weight)
+
+    def to_arguments(self, value: Tree) -> Tree:
+        """The value with every torch tensor as an argument of this backend's computations."""
+        return self.to_native(value)
 
     def to_host(self, batch: Tree) -> Tree:
         """The loader's batch in torch tensors."""
@@ -233,7 +238,7 @@ class FunctionalBackend(Trees, ValueBackend):
 
     def factor(self, value: Array) -> Array:
         """A factor as an array of this backend; None for 1."""
-        return None if type(value) is float and value == 1.0 else self.to_native(value)
+        return None if type(value) is float and value == 1.0 else self.to_arguments(value)
 
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False

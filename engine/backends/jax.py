@@ -235,6 +235,11 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False
     ) -> ModelState:
+        if skip is not None and skip.device.type == "cpu" and self.device.type == "cpu":  # there is nothing to wait for
+            if skip:
+                return next_state(state, state.weights, state.optimizer, rate_of(state))
+            skip = None
+
         def apply(parameters: Tree, opt_state: Tree, found: Array, norm: Array, rate: Array, skip: Array) -> Tree:
             new = self.updated(parameters, opt_state, found, norm, rate)
             if skip is None:
@@ -245,7 +250,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         program = self._program("apply", None, apply, donate_argnums=(0, 1) if donate else ())
         parameters, optimizer = program(
             state.weights["parameters"], state.optimizer, gradients.gradients, gradients.grad_norm, rate,
-            self.to_native(skip),
+            self.to_arguments(skip),
         )  # fmt: skip
         return next_state(state, {**state.weights, "parameters": parameters}, optimizer, rate)
 
@@ -258,7 +263,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     def outputs(self, weights: Mapping[str, Tree], inputs: Tree) -> Tree:
         program = self._program("evaluate", self, self._outputs)
-        return self.to_torch(program(weights, self.to_native(inputs)))
+        return self.to_torch(program(weights, self.to_arguments(inputs)))
 
     def _run(
         self,
@@ -282,7 +287,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return function(weights, TrainingBatch(inputs, targets, *counts, weight), strategy, *others)
 
         program = self._program(kind, strategy, traced, static_argnums=0, donate_argnums=(2, 3) if donate else ())
-        arrays = batch.inputs, batch.targets, self.to_native(batch.weight)
+        arrays = batch.inputs, batch.targets, self.to_arguments(batch.weight)
         try:
             return program((batch.samples, batch.tokens), arrays, weights, *others)
         except Exception as error:

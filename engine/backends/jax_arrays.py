@@ -16,6 +16,13 @@ from pulsetrain.engine.step.protocols import Tree
 
 __all__ = ["JaxArrays", "find_jax_device"]
 
+_WIDE = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
+_IN_NUMPY = {
+    **_WIDE,
+    **{each: each for each in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)},
+    **{each: each for each in (torch.float16, torch.float32, torch.complex64)},
+}  # and the dtype that jax computes in, unless it is told to keep 64 bits
+
 
 class JaxArrays(Trees):
     """Trees are jax's pytrees, of jax arrays on one device.
@@ -68,6 +75,17 @@ class JaxArrays(Trees):
         array = self._jax.numpy.from_dlpack(copy)
         return array if array.devices() == {self.jax_device} else self._jax.device_put(array, self.jax_device)
 
+    def to_arguments(self, value: Tree) -> Tree:
+        """Tensors as numpy arrays: a compiled program converts them in a tenth of the time that a jax array takes."""
+        return self.map(lambda leaf: self._argument(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    def _argument(self, tensor: Tensor) -> Array:
+        if tensor.device.type != "cpu" or tensor.dtype not in _IN_NUMPY:
+            return self.from_torch(tensor)
+        dtype = tensor.dtype if self._jax.config.jax_enable_x64 else _IN_NUMPY[tensor.dtype]
+        # a copy, as in from_torch
+        return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).numpy()
+
     def leaf_from(self, saved: Array, like: Tree) -> Array:
         jax = self._jax
         if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -77,6 +95,9 @@ class JaxArrays(Trees):
 
     def _array_of(self, saved: Array) -> Array:
         return self._jax.numpy.from_dlpack(torch.as_tensor(saved).detach().cpu().contiguous())
+
+    def tensors(self, tree: Tree) -> list[Tensor]:
+        return [self.tensor_of(leaf) for leaf in self._jax.tree.leaves(tree)]
 
     def map(self, function: Callable[..., Tree], *trees: Tree) -> Tree:
         return self._jax.tree.map(function, *trees)

@@ -147,10 +147,10 @@ class ValueStore(ModelStore):
         self.waiting = None
 
     def show_gradients(self, gradients: GradientInfo, receive: Callable[[], object]) -> GradientInfo:
-        parameters, flat = self.optimizer.learning, self.backend.flat(gradients.gradients)
-        for parameter, gradient in zip(parameters, flat.values(), strict=True):
+        parameters, shown = self.optimizer.learning, self.backend.tensors(gradients.gradients)
+        for parameter, gradient in zip(parameters, shown, strict=True):
             parameter.grad = gradient
-        before = [(id(each), version_of(each)) for each in flat.values()]
+        before = [(id(each), version_of(each)) for each in shown]
         try:
             receive()
             after = [parameter.grad for parameter in parameters]
@@ -159,9 +159,10 @@ class ValueStore(ModelStore):
                 parameter.grad = None
         if [(id(each), None if each is None else version_of(each)) for each in after] == before:
             return gradients
+        paths = self.backend.flat(gradients.gradients)
         edited = {
             path: torch.zeros_like(old) if new is None else new
-            for (path, old), new in zip(flat.items(), after, strict=True)
+            for path, old, new in zip(paths, shown, after, strict=True)
         }
         return replace(gradients, gradients=self.backend.unflat(gradients.gradients, edited, "edited gradients"))
 

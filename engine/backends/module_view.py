@@ -162,10 +162,10 @@ class ArraysView(nn.Module):
         self.refresh()
         return super().load_state_dict(*args, **kwargs)
 
-    def _versions_now(self) -> list[tuple[int, int]]:
+    def _versions_now(self) -> list[int]:
         # writing through `.data` or numpy leaves no trace; putting another tensor there does
-        held = (*self._parameters.values(), *self._buffers.values())
-        return [(version_of(each), each.data_ptr()) for each in held if each is not None]
+        held = [each for each in (*self._parameters.values(), *self._buffers.values()) if each is not None]
+        return [*map(version_of, held), *map(Tensor.data_ptr, held)]
 
 
 def version_of(tensor: Tensor) -> int:

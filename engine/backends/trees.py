@@ -64,6 +64,10 @@ class Trees:
         """The leaves by their paths, "blocks/0/weight", arrays as torch tensors; for files, which hold no trees."""
         return {path: self.tensor_of(leaf) for path, leaf in self.paths(tree).items()}
 
+    def tensors(self, tree: Tree) -> list[Array]:
+        """The values of `flat`, without the paths, which take longer than the leaves."""
+        return [self.tensor_of(leaf) for leaf in pytree.tree_leaves(tree)]
+
     def paths(self, tree: Tree) -> dict[str, Array]:
         """The leaves by their paths."""
         pairs = pytree.tree_flatten_with_path(tree)[0]

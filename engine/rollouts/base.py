@@ -17,7 +17,7 @@ from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, Ro
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.metrics import MetricTracker
-from pulsetrain.engine.step.backend import Backend
+from pulsetrain.engine.step.backend import Backend, InPlaceBackend
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
 from pulsetrain.engine.step.protocols import describe
@@ -178,6 +178,12 @@ class Rollouts:
         """The batches in one epoch over the rows."""
         return self.rows // (self.strategy.minibatch_size or self.rows)
 
+    @property
+    def trains_in_one_pass(self) -> bool:
+        """Whether a rollout is one batch, used once, whose own forward pass gives the policy's log-probabilities."""
+        one = len(self) == 1 and self.strategy.can_learn_in_one_pass
+        return one and isinstance(self.trainer.backend, InPlaceBackend)  # others compile the loss
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if not self._restored:
             self._drop_rows()
@@ -281,13 +287,13 @@ class Rollouts:
         last = self._given == len(self)
         if not last and strategy.target_kl is None:
             return
-        metrics = self._measure()
+        metrics = self.strategy.take_measured() or self._measure()
         if last or (strategy.target_kl is not None and metrics["policy/kl"] > strategy.target_kl):
             self._end(metrics)
 
     def _end(self, metrics: dict[str, float] | None = None) -> None:
         """Ends the rollout and reports it."""
-        metrics, epochs = self._measure() if metrics is None else metrics, self._given // self._batches
+        metrics, epochs = metrics or self._measure(), self._given // self._batches
         self._drop_rows()  # later checkpoints need not contain them
         self._done = True
         assert self.kl_coef is not None
@@ -343,6 +349,11 @@ class Rollouts:
             raise CheckpointError(
                 f"{type(self).__name__}: the checkpoint's rollout has {state['size']} rows, and this one has "
                 f"{self.rows}; resume with the sizes that the run started with"
+            )
+        if rows is not None and "log_probs" not in rows and not self.trains_in_one_pass:
+            raise CheckpointError(
+                f"{type(self).__name__}: the checkpoint's rollout was to be used once, and holds no log-probabilities; "
+                "resume with the minibatch_size, minibatch_epochs and target_kl that the run started with"
             )
         self.seed, self.rollouts, self.kl_coef = state["seed"], state["rollouts"], state["kl_coef"]
         device = self.trainer.backend.device

@@ -34,7 +34,8 @@ class TextRollouts(Rollouts):
     once per token.
 
     ROLLOUT_COMPLETED reports "rollout/reward", "rollout/reward_std", "rollout/length" in tokens, "rollout/ended" (the
-    share of texts with an end token), and with a reference "rollout/reference_kl" in nats per token.
+    share of texts with an end token), and with a reference "rollout/reference_kl" in nats per token. Where the strategy
+    trains in one pass, POLICY_UPDATED reports the latter.
 
     >>> def shortness(prompts, completions):
     ...     return [-float(len(completion)) for completion in completions]
@@ -160,7 +161,7 @@ class TextRollouts(Rollouts):
         }
         if self.end_token is not None:
             metrics["rollout/ended"] = sum(each[-1] == self.end_token for each in completions) / len(completions)
-        if "reference_log_probs" in rollout:
+        if "reference_log_probs" in rollout and "log_probs" in rollout:
             apart = (rollout["log_probs"] - rollout["reference_log_probs"])[mask[:, 1:]]
             metrics["rollout/reference_kl"] = apart.mean().item()
         return rollout, metrics
@@ -213,12 +214,15 @@ class TextRollouts(Rollouts):
 
     def _scores(self, tokens: Tensor) -> dict[str, Tensor]:
         """Log-probabilities of all tokens but the first under the policy and the reference, and the policy's values."""
-        found: dict[str, list[Tensor]] = {"log_probs": []}
-        strategy = self.strategy
+        found: dict[str, list[Tensor]] = {}
+        strategy, one_pass = self.strategy, self.trains_in_one_pass
+        if one_pass and not strategy.has_reference:
+            return {}
         for rows in tokens.split(strategy.minibatch_size or _SCORED):
             inputs, follow = strategy.model_inputs(rows[:, :-1]), rows[:, 1:]
-            outputs = self.act(inputs)
-            found["log_probs"].append(strategy.action_log_probs(outputs, follow))
+            if not one_pass:
+                outputs = self.act(inputs)
+                found.setdefault("log_probs", []).append(strategy.action_log_probs(outputs, follow))
             reference = strategy.reference_log_probs(inputs, follow)
             if reference is not None:
                 found.setdefault("reference_log_probs", []).append(reference)

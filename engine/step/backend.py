@@ -201,6 +201,10 @@ class ValueBackend(Backend, Protocol):
     def flat(self, tree: Tree) -> dict[str, Tensor]:
         """The leaves by their paths, "blocks/0/weight", arrays as torch tensors."""
 
+    def tensors(self, tree: Tree) -> list[Tensor]:
+        """The values of `flat`."""
+        return list(self.flat(tree).values())
+
     def unflat(self, like: Tree, saved: Mapping[str, object], place: str) -> Tree:
         """The inverse of `flat`, with the structure of `like`; raises CheckpointError at other paths or shapes."""
 

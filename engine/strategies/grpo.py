@@ -10,7 +10,8 @@ from torch import Tensor
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses import grpo_advantages, grpo_loss
+from pulsetrain.engine.losses import entropy, grpo_advantages, grpo_loss
+from pulsetrain.engine.losses.masks import mean_of
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.engine.strategies.policy import PolicyStrategy
 from pulsetrain.engine.strategies.reference import ReferenceModel
@@ -22,6 +23,11 @@ class GRPOStrategy(PolicyStrategy):
     """Raises the probability of texts with a higher reward than the other texts for their prompt.
 
     The model returns logits of shape (batch, length, vocabulary).
+
+    A rollout that is one batch, used once, is trained on with one forward pass, and one of the reference if kl_coef is
+    not 0: the policy that acted is the current one. The metrics "policy/entropy" and "rollout/reference_kl" are then
+    those of that pass, before the update, and "policy/kl" and "policy/clip_fraction" are 0. For metrics after the
+    update pass a target_kl, minibatches, or several epochs. A backend of values computes the passes separately.
 
     >>> strategy = GRPOStrategy(group_size=2, scale_rewards="none")
     >>> rollout = {"rewards": torch.tensor([1.0, 0.0]), "log_probs": torch.zeros(2, 3)}
@@ -78,8 +84,8 @@ class GRPOStrategy(PolicyStrategy):
                 reference=None,
             )
         check_whole_number("GRPOStrategy", "group_size", group_size, at_least=2)
-        if kl_coef:
-            self._row_fields = (*self._row_fields, "reference_log_probs")
+        self._row_fields = ("advantages", "reference_log_probs") if kl_coef else ("advantages",)
+        self._measured: dict[str, Tensor] = {}  # by the last loss over rows without log-probabilities
         self.group_size, self.scale_rewards = group_size, scale_rewards
         self.normalization, self.max_length = normalization, max_length
         grpo_advantages(torch.zeros(group_size), group_size, scale_rewards)  # rejects wrong values now, as does this:
@@ -89,11 +95,22 @@ class GRPOStrategy(PolicyStrategy):
 
     def learn_from(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
         """The rows of a rollout with advantages within each group, one row per text."""
-        rows = {name: rollout[name] for name in ("input_ids", "completion_mask", "log_probs")}
-        if "reference_log_probs" in rollout:
-            rows["reference_log_probs"] = rollout["reference_log_probs"]
-        rewards = rollout["rewards"].to(rollout["log_probs"].dtype)
+        kept = ("input_ids", "completion_mask", "log_probs", "reference_log_probs")
+        rows = {name: rollout[name] for name in kept if name in rollout}
+        rewards = rollout["rewards"].to(rollout["log_probs"].dtype if "log_probs" in rollout else torch.float32)
         return {**rows, "advantages": grpo_advantages(rewards, self.group_size, self.scale_rewards)}
+
+    @property
+    def can_learn_in_one_pass(self) -> bool:
+        if self.target_kl is not None:  # the policy is measured after the update
+            return False
+        # a subclass may read the rollout's log-probabilities
+        return all(getattr(type(self), name) is getattr(GRPOStrategy, name) for name in ("compute_loss", "learn_from"))
+
+    def take_measured(self) -> dict[str, float]:
+        found = {name: float(value) for name, value in self._measured.items()}
+        self._measured = {}
+        return found
 
     def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tensor]:
         raise TypeError(
@@ -107,11 +124,25 @@ class GRPOStrategy(PolicyStrategy):
         """The clipped objective plus the weighted divergence from the reference, shape ()."""
         if check:
             self.check_batch(outputs, batch)
-        return self._loss(self.action_log_probs(outputs, batch.targets["actions"]), batch.targets)
+        log_probs = self.action_log_probs(outputs, batch.targets["actions"])
+        if "log_probs" not in batch.targets:
+            self._measured = self._measure(outputs, log_probs, batch.targets)
+        return self._loss(log_probs, batch.targets)
+
+    @torch.no_grad()
+    def _measure(self, outputs: object, log_probs: Tensor, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The metrics of the policy in the forward pass that trains it; on the device, nothing waits."""
+        mask, none = targets["mask"], log_probs.new_zeros(())
+        found = {"policy/kl": none, "policy/clip_fraction": none}
+        found["policy/entropy"] = mean_of(entropy(self.scores(outputs)), mask)
+        if "reference_log_probs" in targets:
+            found["rollout/reference_kl"] = mean_of(log_probs.detach() - targets["reference_log_probs"], mask)
+        return found
 
     def _loss(self, log_probs: Array, targets: Mapping[str, Array]) -> Array:
+        old = targets.get("log_probs", log_probs)  # grpo_loss detaches it
         return grpo_loss(
-            log_probs, targets["log_probs"], targets["advantages"], targets["mask"], self.clip_range,
+            log_probs, old, targets["advantages"], targets["mask"], self.clip_range,
             self.clip_range_high, self.normalization, self.max_length, targets.get("reference_log_probs"),
             self.kl_coef if "reference_log_probs" in targets else 0.0,
         )  # fmt: skip

@@ -112,6 +112,15 @@ class PolicyStrategy(WithReference):
         """
         raise NotImplementedError
 
+    @property
+    def can_learn_in_one_pass(self) -> bool:
+        """Whether rows that are used once need no log-probabilities besides those of the pass that trains."""
+        return False
+
+    def take_measured(self) -> dict[str, float]:
+        """The metrics, by full names, that the last such pass has measured; they are returned once."""
+        return {}
+
     def adapted(self, kl_coef: float, kl: float) -> float:
         """The coefficient for the next rollout, after one with divergence `kl`."""
         return kl_coef
@@ -129,8 +138,7 @@ class PolicyStrategy(WithReference):
             return batch
         text = isinstance(batch, Mapping) and "observations" not in batch
         targets = {name: self._field(batch, name, _REMEDY) for name in self._row_fields}
-        if "kl_coef" in batch:
-            targets["kl_coef"] = batch["kl_coef"]
+        targets |= {name: batch[name] for name in ("log_probs", "kl_coef") if name in batch and name not in targets}
         rows, inputs = self._seen(batch, targets, check) if text else self._observed(batch, targets)
         shape = targets["actions"].shape
         for name, value in targets.items():
@@ -188,7 +196,7 @@ class PolicyStrategy(WithReference):
         """Means over actions: `kl` to the policy that acted, nats; `clip_fraction`; `entropy`, nats."""
         targets = batch.targets
         log_probs = self.action_log_probs(outputs, targets["actions"])
-        old, mask = targets["log_probs"], targets.get("mask")
+        old, mask = targets.get("log_probs", log_probs), targets.get("mask")
         return {
             "kl": divergence(old, log_probs, mask),
             "clip_fraction": clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high),

@@ -204,3 +204,48 @@ def test_without_flax_a_function_trains_and_a_module_is_refused(monkeypatch):
     assert core.train_step(batches(1)[0], state).state.metadata["step"] == 1
     with pytest.raises(TypeError, match="model=Net: needs a flax nnx Module"):
         core.init(module, "sgd")
+
+
+# ------------------------------------------------------------------------------------------- what a program is given
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.int64, "int32"),
+        (torch.float64, "float32"),
+        (torch.float16, "float16"),
+        (torch.bool, "bool"),
+        (torch.uint8, "uint8"),
+        (torch.bfloat16, "bfloat16"),  # which numpy lacks
+        (torch.complex128, "complex64"),
+    ],
+)
+def test_an_argument_has_the_dtype_of_a_jax_array(dtype, expected):
+    backend, tensor = JaxBackend("cpu"), torch.tensor([[1, 2], [3, 4]]).to(dtype).T
+    found = backend.to_arguments({"nested": [tensor, 7]})
+    assert found["nested"][1] == 7
+    assert str(found["nested"][0].dtype) == expected == str(backend.from_torch(tensor).dtype)
+    assert jnp.array_equal(jnp.asarray(found["nested"][0]), backend.from_torch(tensor))
+
+
+def test_a_loader_may_reuse_the_memory_of_a_batch():
+    backend, inputs = JaxBackend("cpu"), torch.zeros(2, 4)
+    prepared = backend.prepare_batch((inputs, torch.zeros(2, dtype=torch.int32)), SupervisedStrategy())
+    inputs.fill_(1.0)
+    assert not np.asarray(prepared.inputs).any()
+
+
+def test_an_update_that_the_host_skips_runs_no_program():
+    core = core_of()
+    state = core.init(function_model(torch_model().state_dict()), "adamw", learning_rate=0.01)
+    backend = core.backend
+    prepared = backend.prepare_batch(batches(1)[0], core.strategy)
+    found = backend.finish_gradients(state, backend.forward_backward(state, prepared, core.strategy))
+    skipped = backend.apply_gradients(state, found, torch.tensor(True), donate=True)
+    assert backend.compiled["apply"] == 0
+    assert bits(backend, skipped) == bits(backend, state)
+    assert (skipped.metadata["step"], skipped.metadata["learning_rate"]) == (1, 0.01)
+    guarded = backend.apply_gradients(state, found, torch.tensor(False))
+    assert bits(backend, guarded) == bits(backend, backend.apply_gradients(state, found))
+    assert backend.compiled["apply"] == 1

@@ -141,7 +141,7 @@ class Watched(Tokens):
 
 def test_the_policy_acts_and_is_measured_without_dropout():
     model = Watched()
-    run, _, _ = texts(GRPOStrategy(2), model=model, updates=2, prompts_per_rollout=5)
+    run, _, _ = texts(GRPOStrategy(2, target_kl=1e9), model=model, updates=2, prompts_per_rollout=5)
     counts = {}
     run.on(Events.ROLLOUT_COMPLETED)(lambda: counts.update(acted=len(model.modes)))
     run.on(Events.POLICY_UPDATED)(lambda: counts.update(measured=len(model.modes)))

@@ -87,7 +87,10 @@ def test_every_row_is_learnt_from_once_an_epoch(size):
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize(
     "make",
-    [lambda t: PPOStrategy(minibatch_size=5, temperature=t), lambda t: GRPOStrategy(2, 0.1, temperature=t)],
+    [
+        lambda t: PPOStrategy(minibatch_size=5, temperature=t),
+        lambda t: GRPOStrategy(2, 0.1, temperature=t, target_kl=9.0),
+    ],
     ids=["ppo", "grpo"],
 )
 def test_the_first_batch_is_of_the_policy_that_acted(make, temperature, precision):
@@ -116,7 +119,7 @@ def test_the_first_batch_is_of_the_policy_that_acted(make, temperature, precisio
 
 
 def test_log_probabilities_are_those_of_the_tempered_model():
-    run, recorded, _ = texts(GRPOStrategy(2, temperature=0.6), prompts_per_rollout=5)
+    run, recorded, _ = texts(GRPOStrategy(2, temperature=0.6, target_kl=9.0), prompts_per_rollout=5)
     table = run.model.table.weight.detach().double().numpy().copy()
     run.train()
     tokens, mask = _fields(recorded.batches[0])
@@ -166,7 +169,7 @@ def test_the_metrics_of_a_rollout_of_texts_are_right_by_hand():
         return [1.0, 2.0, 4.0, -1.0, 0.0, 6.0]
 
     run, recorded, _ = texts(
-        GRPOStrategy(2, kl_coef=0.1), prompts_per_rollout=3, end_token=0, reward=given,
+        GRPOStrategy(2, kl_coef=0.1, target_kl=9.0), prompts_per_rollout=3, end_token=0, reward=given,
         sampler=lambda prompts, count, **options: completions,
     )  # fmt: skip
     run.train()

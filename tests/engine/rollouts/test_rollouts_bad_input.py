@@ -105,7 +105,7 @@ SAMPLES = [
         ValueError,
         "=99): needs ids from 0 to 4, as the logits have a vocabulary of 5, and 4 of 8 tokens",
     ),
-    ([[99, 1]] * 4, IndexError, "in TextRollouts, where the policy acts, given int64 (4, 3) from 1 to 99"),
+    ([[99, 1]] * 4, IndexError, "from 1 to 99"),
 ]
 
 

@@ -1,0 +1,304 @@
+"""Fine-tuning, preference learning and group-relative learning, compared with TRL's trainers on the same work.
+
+    python -m benchmarks against_trl           # prints a table and exits with 1 if a bound is missed
+    python benchmarks/against_trl.py --json    # the same as one JSON object
+
+Both train copies of one small Llama with AdamW on the same examples: the same batches, lengths and numbers of texts, on
+the CPU with one thread, without recomputing activations, with clipping at 1.0, one log line per LOG updates and no
+checkpoints. The optimizer notes the time of two of its updates, between which lie the measured ones, so start and end
+are left out. The two take turns; a figure is the median over the rounds of TRL's seconds divided by ours. The bounds
+are of CPU seconds, which other programs on the machine disturb less than wall-clock time; that is printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import DPOStrategy, GRPOStrategy, SFTStrategy
+from pulsetrain.engine.data.sequences import IGNORED, pad_examples
+from pulsetrain.engine.rollouts import TextRollouts
+
+VOCABULARY, PROMPT, ANSWER = 128, 8, 24  # token ids, and tokens of a prompt and of an answer
+ROWS, GROUP, WRITTEN = 8, 4, 16  # in a batch; texts for a prompt, and their tokens
+FIRST, MEASURED, LOG = 5, 20, 10  # updates before the measurement, and in it; updates of a log line
+BOUNDS = {"SFT": 1.2, "DPO": 1.2, "GRPO": 1.1}
+
+Tokens = list[int]
+Pair = tuple[float, float]  # seconds per update: wall clock, CPU
+Train = Callable[[Any, torch.optim.Optimizer, int, Path], object]
+
+
+def model_of() -> Any:
+    """A Llama with random weights, the same each time."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **sizes, vocab_size=VOCABULARY, num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def tokenizer_of() -> Any:
+    """Token ids as words: "17 5 9"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<end>": 1, **{str(number): number for number in range(2, VOCABULARY)}}
+    found = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="<end>")
+
+
+def examples(count: int) -> list[tuple[Tokens, Tokens, Tokens]]:
+    """Prompts with a better and a worse answer."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(length: int) -> Tokens:
+        return torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+
+    return [(drawn(PROMPT), [*drawn(ANSWER), 1], [*drawn(ANSWER), 1]) for _ in range(count)]
+
+
+def text(tokens: Tokens) -> str:
+    """The words of token ids, without the end token, which TRL adds."""
+    return " ".join(str(token) for token in tokens if token != 1)
+
+
+def reward(completions: list[Tokens]) -> list[float]:
+    """The share of even tokens."""
+    return [sum(token % 2 == 0 for token in each) / len(each) for each in completions]
+
+
+# ------------------------------------------------------------------------------------------------------------- ours
+
+
+def ours(strategy: Any, loader: Any, model: Any, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Train with our Trainer."""
+    config = TrainingConfig(
+        max_updates=updates, schedule=None, clip_grad_norm=1.0, device="cpu", seed=0, log_every_n_steps=LOG
+    )
+    Trainer(model, loader, strategy=strategy, optimizer=optimizer, config=config).train()
+
+
+def our_sft(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+    """The loss is over the answers."""
+    rows = [labelled(prompt, chosen) for prompt, chosen, _ in examples(updates * ROWS)]
+    loader = DataLoader(rows, ROWS, shuffle=True, collate_fn=pad_examples)  # type: ignore[arg-type]
+    ours(SFTStrategy(), loader, model, optimizer, updates)
+
+
+def our_dpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+    """The reference is a copy of the model."""
+    rows = [(labelled(prompt, chosen), labelled(prompt, worse)) for prompt, chosen, worse in examples(updates * ROWS)]
+
+    def collate(pairs: list[Any]) -> dict[str, Tensor]:
+        sides = zip(("chosen", "rejected"), zip(*pairs, strict=True), strict=True)
+        return {f"{side}_{name}": value for side, rows in sides for name, value in pad_examples(rows).items()}
+
+    loader = DataLoader(rows, ROWS, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    ours(DPOStrategy(beta=0.1), loader, model, optimizer, updates)
+
+
+def our_grpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+    """A rollout is one batch, used once."""
+    prompts = [prompt for prompt, _, _ in examples(updates * ROWS // GROUP)]
+    rollouts = TextRollouts(
+        prompts, lambda prompts, completions: reward(completions), max_new_tokens=WRITTEN,
+        prompts_per_rollout=ROWS // GROUP, end_token=1,
+    )  # fmt: skip
+    ours(GRPOStrategy(GROUP), rollouts, model, optimizer, updates)
+
+
+def labelled(prompt: Tokens, answer: Tokens) -> dict[str, Tokens]:
+    """An example whose answer is learnt."""
+    return {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}
+
+
+# -------------------------------------------------------------------------------------------------------------- TRL
+
+
+def settings(updates: int, folder: Path) -> dict[str, Any]:
+    """Of each of TRL's trainers."""
+    return {
+        "output_dir": str(folder), "max_steps": updates, "per_device_train_batch_size": ROWS, "use_cpu": True,
+        "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 1.0, "lr_scheduler_type": "constant",
+        "logging_steps": LOG, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+
+
+def trl_sft(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+    """SFTTrainer."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [
+        {"prompt": text(prompt), "completion": " " + text(chosen)} for prompt, chosen, _ in examples(updates * ROWS)
+    ]
+    SFTTrainer(
+        model, SFTConfig(**settings(updates, folder)), train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer_of(), optimizers=(optimizer, None),
+    ).train()  # fmt: skip
+
+
+def trl_dpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+    """DPOTrainer."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [
+        {"prompt": text(prompt), "chosen": " " + text(chosen), "rejected": " " + text(worse)}
+        for prompt, chosen, worse in examples(updates * ROWS)
+    ]
+    DPOTrainer(
+        model, copy.deepcopy(model), DPOConfig(beta=0.1, **settings(updates, folder)),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), optimizers=(optimizer, None),
+    ).train()  # fmt: skip
+
+
+def trl_grpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+    """GRPOTrainer."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def scores(completion_ids: list[Tokens], **others: object) -> list[float]:
+        return reward(completion_ids)
+
+    rows = [{"prompt": text(prompt)} for prompt, _, _ in examples(updates * ROWS // GROUP)]
+    config = GRPOConfig(
+        num_generations=GROUP, max_completion_length=WRITTEN, beta=0.0, loss_type="grpo", **settings(updates, folder)
+    )
+    GRPOTrainer(
+        model, scores, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(),
+        optimizers=(optimizer, None),
+    ).train()  # fmt: skip
+
+
+WORK: dict[str, tuple[Train, Train]] = {
+    "SFT": (our_sft, trl_sft),
+    "DPO": (our_dpo, trl_dpo),
+    "GRPO": (our_grpo, trl_grpo),
+}
+
+
+# ------------------------------------------------------------------------------------------------- the measurement
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what the trainers print, log and warn of."""
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def seconds_of(train: Train, model: Any, measured: int) -> Pair:
+    """Seconds per measured update."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    noted: list[Pair] = []
+    made = 0
+
+    def note(*others: object) -> None:
+        nonlocal made
+        made += 1
+        if made in (FIRST, FIRST + measured):
+            noted.append((time.perf_counter(), time.process_time()))
+
+    optimizer.register_step_post_hook(note)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        train(model, optimizer, FIRST + measured, Path(folder))
+    (wall, cpu), (last_wall, last_cpu) = noted
+    return (last_wall - wall) / measured, (last_cpu - cpu) / measured
+
+
+def measure(names: list[str], rounds: int, measured: int) -> dict[str, list[tuple[Pair, Pair]]]:
+    """For each kind of training, ours and TRL's seconds per update in each round."""
+    found: dict[str, list[tuple[Pair, Pair]]] = {name: [] for name in names}
+    model = model_of()
+    for number in range(rounds + 1):  # the first warms up
+        for name in names:
+            mine, theirs = (seconds_of(train, copy.deepcopy(model), measured) for train in WORK[name])
+            if number:
+                found[name].append((mine, theirs))
+    return found
+
+
+def summary(found: dict[str, list[tuple[Pair, Pair]]]) -> dict[str, dict[str, float]]:
+    """Milliseconds of CPU per update, and how much less time we take: medians and spread."""
+    rows = {}
+    for name, rounds in found.items():
+        wall, cpu = ([theirs[kind] / mine[kind] for mine, theirs in rounds] for kind in (0, 1))
+        rows[name] = {
+            "cpu_ms": statistics.median(mine[1] for mine, _ in rounds) * 1e3,
+            "trl_cpu_ms": statistics.median(theirs[1] for _, theirs in rounds) * 1e3,
+            "ratio": statistics.median(cpu), "least": min(cpu), "most": max(cpu),
+            "wall_ratio": statistics.median(wall),
+        }  # fmt: skip
+    return rows
+
+
+def missed(rows: dict[str, dict[str, float]]) -> list[str]:
+    """The bounds that do not hold."""
+    return [
+        f"{name}: {row['ratio']:.2f} times TRL's speed, bound {BOUNDS[name]}"
+        for name, row in rows.items()
+        if row["ratio"] < BOUNDS[name]
+    ]
+
+
+def main() -> int:
+    """Measure and print; the exit status is 1 if a bound is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--updates", type=int, default=MEASURED, help="measured updates in a round [%(default)s]")
+    parser.add_argument("--only", nargs="+", choices=list(WORK), default=list(WORK), metavar="NAME")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    try:
+        import trl
+    except ImportError as error:
+        print(f"absent: {error}; pip install -e '.[bench]'", file=sys.stderr)
+        return 2
+    rows = summary(measure(arguments.only, arguments.rounds, arguments.updates))
+    problems = missed(rows)
+    if arguments.json:
+        print(json.dumps({"rows": rows, "trl": trl.__version__, "missed": problems, "load": load}, indent=2))
+        return int(bool(problems))
+    print(f"{'an update':<12}{'CPU ms':>9}{'TRL, CPU ms':>13}{'ratio':>8}{'least':>8}{'most':>8}{'wall clock':>12}")
+    for name, row in rows.items():
+        print(
+            f"{name:<12}{row['cpu_ms']:>9.1f}{row['trl_cpu_ms']:>13.1f}{row['ratio']:>8.2f}{row['least']:>8.2f}"
+            f"{row['most']:>8.2f}{row['wall_ratio']:>12.2f}"
+        )
+    print(f"trl {trl.__version__}; the machine's load before: {load:.1f}")
+    for problem in problems:
+        print(f"missed: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

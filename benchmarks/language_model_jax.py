@@ -1,0 +1,314 @@
+"""The byte-level GPT on JaxBackend, compared with a hand-written loop of one jitted optax step with donated buffers.
+
+    python -m benchmarks language_model_jax          # prints a table and exits with 1 if a bound is missed
+    python benchmarks/language_model_jax.py --json   # the same as one JSON object
+
+All train the model of examples/byte_lm_jax on the same data with the settings of examples/byte_lm, validate after every
+turn on the same batches and read the mean loss every LOG iterations. Each has a process of its own, with one thread
+for computations, and the processes take turns: one turn is TURN iterations and a validation, after which nothing is
+left to compute. A loop is compared with the hand-written one in the same round; a figure is the median over the rounds.
+The trainer with the demo's handlers is compared with a hand-written loop that also saves its state every turn. The
+bounds are of wall-clock time, on an idle machine; the ratio of CPU seconds, which a busy machine disturbs less, is
+printed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# before jax and torch are imported, here and in the processes
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # when run as a script
+from examples.byte_lm.data import ByteWindows, loaders, standard_library
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Every, JaxBackend, PretrainStrategy
+from pulsetrain.handlers import (
+    Checkpointer,
+    CrashBundle,
+    CSVLogger,
+    EarlyStopping,
+    EventRecorder,
+    GradientMonitor,
+    LossSpikeGuard,
+    NaNGuard,
+    Plots,
+    ProgressBar,
+    Throughput,
+)
+
+TURN = 50  # iterations, and the cadence of validations and checkpoints
+LOG = 10  # iterations between two mean losses
+BATCH, CONTEXT, VALIDATION_BATCHES = 8, 128, 3
+RATE, WARMUP, DECAY, BETAS, CLIP = 3e-3, 100, 0.1, (0.9, 0.95), 1.0
+BOUNDS = {"ours": 0.98, "ours, the demo's handlers": 0.96}
+Seconds = tuple[float, float]  # wall clock, CPU
+PEERS = {"ours": "hand-written", "ours, the demo's handlers": "hand-written, saving"}
+
+
+class Turns(ByteWindows):
+    """The training data; each turn begins when its first batch is read, and waits for its peers before."""
+
+    def __init__(self, connection: Connection, turns: int, turn: int) -> None:
+        super().__init__(standard_library()[0], context=CONTEXT)
+        self.wait = Wait(connection, turns, turn)
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        self.wait.read()
+        return super().__getitems__(indices)
+
+
+class Wait:
+    """Counts batches; between two turns it sends the seconds of the last one, and waits until it is called again."""
+
+    def __init__(self, connection: Connection, turns: int, turn: int) -> None:
+        self.connection, self.turn, self.last = connection, turn, turns * turn + 1
+        self.batches, self.begun = 0, (0.0, 0.0)
+
+    def read(self) -> None:
+        """A batch is read."""
+        if self.batches % self.turn == 0:
+            wall, cpu = time.perf_counter() - self.begun[0], time.process_time() - self.begun[1]
+            self.connection.send((wall, cpu, peak()))
+            self.connection.recv()
+            self.begun = time.perf_counter(), time.process_time()
+        self.batches += 1
+
+
+def peak() -> float:
+    """The largest resident memory so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def data(connection: Connection, turns: int, turn: int) -> tuple[DataLoader[Tensor], DataLoader[Tensor], int]:
+    """The loaders, and the number of iterations: the last one ends the last turn."""
+    windows = Turns(connection, turns, turn)
+    _, validation = loaders(batch_size=BATCH, context=CONTEXT, validation_batches=VALIDATION_BATCHES)
+    return DataLoader(windows, batch_size=BATCH, shuffle=True, drop_last=True), validation, windows.wait.last
+
+
+def hand_written(saves: bool, connection: Connection, turns: int, turn: int, folder: Path) -> None:
+    """The loop that a user of jax and optax would write."""
+    import jax
+    import optax
+    from flax import nnx
+
+    from examples.byte_lm_jax.model import ByteGPT
+
+    training, validation, last = data(connection, turns, turn)
+    model = ByteGPT(layers=4, width=128, heads=4, context=CONTEXT, seed=0)
+    graph, weights, rest = nnx.split(model, nnx.Param, ...)  # what is left is not trained
+    schedule = optax.warmup_cosine_decay_schedule(0.0, RATE, min(WARMUP, last // 2), last, end_value=0.1 * RATE)
+    adamw = optax.adamw(
+        schedule, *BETAS, weight_decay=DECAY, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), adamw)
+    state = optimizer.init(weights)
+
+    def loss_of(weights: Any, tokens: Any) -> Any:
+        logits = nnx.merge(graph, weights, rest)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(weights: Any, state: Any, tokens: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(weights, tokens)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, loss
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    evaluate = jax.jit(loss_of)
+    losses: list[Any] = []
+    for iteration, tokens in enumerate(training, 1):
+        weights, state, loss = step(weights, state, tokens.numpy())
+        losses.append(loss)
+        if iteration % LOG == 0:
+            float(sum(losses) / len(losses))
+            losses.clear()
+        if iteration % turn == 0:
+            float(sum(evaluate(weights, tokens.numpy()) for tokens in validation) / VALIDATION_BATCHES)
+            if saves:
+                save(jax.tree.leaves((weights, state)), folder / f"{iteration}.pt")
+        if iteration == last:
+            break
+
+
+def save(leaves: list[Any], path: Path) -> None:
+    """Write the state durably, without ever a partial file under that name."""
+    with path.with_suffix(".part").open("wb") as file:
+        torch.save([torch.utils.dlpack.from_dlpack(leaf) for leaf in leaves], file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".part").rename(path)
+
+
+def ours(
+    handlers: Callable[[Path, Every], list[Any]], connection: Connection, turns: int, turn: int, folder: Path
+) -> None:
+    """Our Trainer."""
+    from examples.byte_lm_jax.model import ByteGPT
+
+    training, validation, last = data(connection, turns, turn)
+    every = Every(iterations=turn)
+    config = TrainingConfig(
+        max_iterations=last,
+        optimizer="adamw",
+        weight_decay=DECAY,
+        no_decay="auto",
+        optimizer_options={"betas": BETAS},
+        learning_rate=RATE,
+        schedule="cosine",
+        warmup_steps=min(WARMUP, last // 2),
+        clip_grad_norm=CLIP,
+        seed=0,
+        validate_every=every,
+        log_every_n_steps=LOG,
+    )
+    Trainer(
+        ByteGPT(layers=4, width=128, heads=4, context=CONTEXT, seed=0),
+        training,
+        validation,
+        strategy=PretrainStrategy(unit="byte"),
+        backend=JaxBackend("cpu"),
+        config=config,
+        handlers=handlers(folder, every),
+    ).train()
+
+
+def none(folder: Path, every: Every) -> list[Any]:
+    """No handlers."""
+    return []
+
+
+def demo(folder: Path, every: Every) -> list[Any]:
+    """The handlers of examples/byte_lm, at its cadences, without the one that samples after the end."""
+    return [
+        Checkpointer(folder, every=every, metric="val/loss"),
+        EarlyStopping(metric="val/loss", patience=10**6),
+        NaNGuard(),
+        LossSpikeGuard(),
+        GradientMonitor(every=Every(updates=50), by="module", top=4),
+        Throughput(),
+        EventRecorder(folder),
+        CSVLogger(folder),
+        Plots(folder),
+        ProgressBar(stream=io.StringIO()),
+        CrashBundle(folder),
+    ]
+
+
+CONTESTANTS: dict[str, tuple[Callable[..., None], Any]] = {
+    "hand-written": (hand_written, False),
+    "ours": (ours, none),
+    "hand-written, saving": (hand_written, True),
+    "ours, the demo's handlers": (ours, demo),
+}
+
+
+# ------------------------------------------------------------------------------------------------- the measurement
+
+
+def contestant(name: str, connection: Connection, turns: int, turn: int) -> None:
+    """Train in this process."""
+    torch.set_num_threads(1)
+    loop, option = CONTESTANTS[name]
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        loop(option, connection, turns, turn, Path(folder))
+
+
+def measure(names: list[str], rounds: int, turn: int) -> tuple[dict[str, list[Seconds]], dict[str, float]]:
+    """Seconds of each contestant in each round, wall clock and CPU, and its peak memory in MiB."""
+    context = multiprocessing.get_context("spawn")  # a forked process has no working jax
+    connections, processes, turns = {}, {}, rounds + 1
+    for name in names:
+        connections[name], theirs = context.Pipe()
+        processes[name] = context.Process(target=contestant, args=(name, theirs, turns, turn), daemon=True)
+        processes[name].start()
+        theirs.close()
+        connections[name].recv()  # ready for its first turn
+    seconds: dict[str, list[Seconds]] = {name: [] for name in names}
+    memory: dict[str, float] = {}
+    for number in range(turns):
+        for name in names if number % 2 else reversed(names):  # neither is always the first
+            connections[name].send(None)
+            wall, cpu, memory[name] = connections[name].recv()
+            if number:  # the first one compiles
+                seconds[name].append((wall, cpu))
+    for name in names:
+        processes[name].kill()  # what it does after its last turn is not measured
+        processes[name].join()
+    return seconds, memory
+
+
+def summary(seconds: dict[str, list[Seconds]], memory: dict[str, float], turn: int) -> dict[str, dict[str, float]]:
+    """For each contestant the median of an iteration, and its share of its peer's throughput: median and spread."""
+    rows = {}
+    for name, taken in seconds.items():
+        wall, cpu = (statistics.median(each) / turn * 1e3 for each in zip(*taken, strict=True))
+        rows[name] = {"iteration_ms": wall, "iteration_cpu_ms": cpu, "peak_mib": memory[name]}
+        peer = PEERS.get(name)
+        if peer in seconds:
+            pairs = list(zip(taken, seconds[peer], strict=True))
+            shares, of_cpu = ([theirs[kind] / mine[kind] for mine, theirs in pairs] for kind in (0, 1))
+            rows[name] |= {"ratio": statistics.median(shares), "least": min(shares), "most": max(shares)}
+            rows[name] |= {"cpu_ratio": statistics.median(of_cpu), "cpu_least": min(of_cpu), "cpu_most": max(of_cpu)}
+    return rows
+
+
+def missed(rows: dict[str, dict[str, float]]) -> list[str]:
+    """The bounds that do not hold."""
+    return [
+        f"{name}: {rows[name]['ratio']:.3f} of the throughput of {PEERS[name]}, bound {bound}"
+        for name, bound in BOUNDS.items()
+        if name in rows and rows[name]["ratio"] < bound
+    ]
+
+
+def main() -> int:
+    """Measure and print; the exit status is 1 if a bound is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--turn", type=int, default=TURN, help="iterations of a turn [%(default)s]")
+    parser.add_argument("--only", nargs="+", choices=list(BOUNDS), default=list(BOUNDS), metavar="NAME")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    names = [name for mine in arguments.only for name in (PEERS[mine], mine)]
+    rows = summary(*measure(names, arguments.rounds, arguments.turn), arguments.turn)
+    problems = missed(rows)
+    if arguments.json:
+        print(json.dumps({"rows": rows, "missed": problems, "load": load}, indent=2))
+        return int(bool(problems))
+    columns = {"ratio": "of its peer", "least": "least", "most": "most", "cpu_ratio": "CPU", "cpu_least": "least"}
+    columns["cpu_most"] = "most"
+    print(
+        f"{'the byte model on JAX':<28}{'ms':>9}{'CPU ms':>9}{'MiB':>7}{''.join(f'{t:>12}' for t in columns.values())}"
+    )
+    for name, row in rows.items():
+        shares = "".join(f"{row[key]:>12.3f}" for key in columns if key in row)
+        print(f"{name:<28}{row['iteration_ms']:>9.2f}{row['iteration_cpu_ms']:>9.2f}{row['peak_mib']:>7.0f}{shares}")
+    print(f"the machine's load before: {load:.1f}")
+    for problem in problems:
+        print(f"missed: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
