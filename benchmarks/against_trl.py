@@ -105,7 +105,7 @@ def ours(strategy: Any, loader: Any, model: Any, optimizer: torch.optim.Optimize
 def our_sft(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
     """The loss is over the answers."""
     rows = [labelled(prompt, chosen) for prompt, chosen, _ in examples(updates * ROWS)]
-    loader = DataLoader(rows, ROWS, shuffle=True, collate_fn=pad_examples)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(rows, ROWS, shuffle=True, collate_fn=pad_examples)  # type: ignore[arg-type]
     ours(SFTStrategy(), loader, model, optimizer, updates)
 
 
@@ -117,7 +117,7 @@ def our_dpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: 
         sides = zip(("chosen", "rejected"), zip(*pairs, strict=True), strict=True)
         return {f"{side}_{name}": value for side, rows in sides for name, value in pad_examples(rows).items()}
 
-    loader = DataLoader(rows, ROWS, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(rows, ROWS, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
     ours(DPOStrategy(beta=0.1), loader, model, optimizer, updates)
 
 

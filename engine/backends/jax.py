@@ -152,12 +152,18 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         if check is not None:
             first = replace(batch, inputs=self.to_torch(batch.inputs), targets=self.to_torch(batch.targets))
             try:
-                outputs = self._jax.eval_shape(self._outputs, weights, batch.inputs)
+                outputs = self._output_shapes(weights, batch.inputs)
             except Exception as error:
                 error.add_note(given(first))
                 raise
             check(self.map(_without_values, outputs), first)
         return plain
+
+    def _output_shapes(self, weights: Tree, inputs: Tree) -> Tree:
+        """Shapes and dtypes of the outputs, traced once: each validation checks its first batch."""
+        if "shapes" not in self._programs:
+            self._programs["shapes"] = self._jax.jit(self._outputs)
+        return self._programs["shapes"].eval_shape(weights, inputs)  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------------------------------- what is computed
 

@@ -220,8 +220,8 @@ class TextRollouts(Rollouts):
             return {}
         for rows in tokens.split(strategy.minibatch_size or _SCORED):
             inputs, follow = strategy.model_inputs(rows[:, :-1]), rows[:, 1:]
+            outputs = None if one_pass else self.act(inputs)
             if not one_pass:
-                outputs = self.act(inputs)
                 found.setdefault("log_probs", []).append(strategy.action_log_probs(outputs, follow))
             reference = strategy.reference_log_probs(inputs, follow)
             if reference is not None:

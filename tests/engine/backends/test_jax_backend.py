@@ -249,3 +249,22 @@ def test_an_update_that_the_host_skips_runs_no_program():
     guarded = backend.apply_gradients(state, found, torch.tensor(False))
     assert bits(backend, guarded) == bits(backend, backend.apply_gradients(state, found))
     assert backend.compiled["apply"] == 1
+
+
+def test_checking_a_first_batch_traces_the_model_once_for_each_shape():
+    traced = []
+
+    def model(weights, inputs):
+        traced.append(inputs.shape)
+        return inputs @ weights["w"]
+
+    core = core_of(SupervisedStrategy("mse"))
+    state = core.init((model, {"w": np.zeros((4, 3), "float32")}), "sgd", learning_rate=0.1)
+    batch = torch.zeros(2, 4), torch.zeros(2, 3)
+    core.eval_step(batch, state)  # for the check, and for the program
+    first = len(traced)
+    for _ in range(3):  # each is checked, as the first batch of each validation is
+        core.eval_step(batch, state)
+    assert len(traced) == first
+    core.eval_step((torch.zeros(5, 4), torch.zeros(5, 3)), state)
+    assert len(traced) == 2 * first
