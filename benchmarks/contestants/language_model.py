@@ -51,7 +51,7 @@ class Task:
     @classmethod
     def demo(cls, iterations: int) -> Task:
         """The example's model and settings."""
-        return cls(iterations)
+        return cls(iterations, warmup=min(100, iterations // 4))
 
     @classmethod
     def tiny(cls, iterations: int) -> Task:
@@ -276,7 +276,7 @@ def ours(task: Task, folder: Path, *, handlers: bool = False) -> Train:
     del config["training"]["max_tokens"]
     config["training"] |= {
         "max_iterations": task.iterations, "validate_every": {"updates": task.validate_every},
-        "warmup_steps": min(task.warmup, task.iterations), "device": task.device, "precision": task.precision,
+        "warmup_steps": task.warmup, "device": task.device, "precision": task.precision,
         "compile": task.compile,
     }  # fmt: skip
     if not handlers:
