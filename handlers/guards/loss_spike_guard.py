@@ -129,6 +129,8 @@ class LossSpikeGuard(Guard):
 
     def _on_iteration(self, engine: Engine) -> None:
         loss = scalars(engine.state.output).get(self.metric)
+        if isinstance(loss, Tensor) and loss.is_cpu:
+            loss = loss.tolist()  # a tensor that stays would lie among the activations, and fragment the heap
         if loss is not None:
             self._unseen.append((TrainedBatch.of_iteration(engine.state.iteration, batch_order(engine)), loss))
 

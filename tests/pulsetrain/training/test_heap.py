@@ -1,4 +1,4 @@
-"""Validation leaves no memory behind: neither its batches and outputs, nor free blocks of the heap."""
+"""Steps and validations leave no blocks in the heap that keep the memory of the next ones apart."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pulsetrain.engine import Events
+from pulsetrain.engine import Events, Every
+from pulsetrain.handlers import LossSpikeGuard, NaNGuard
 from pulsetrain.training import heap
+from pulsetrain.training.running_stats import Losses
 from tests.support.models import loader, trainer
 
 
@@ -57,3 +59,31 @@ def test_a_validation_keeps_neither_its_last_batch_nor_its_outputs():
     assert outputs
     assert all(each() is None for each in outputs)
     assert run.evaluator.state.batch is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_losses_on_the_host_are_kept_as_numbers_and_saved_in_their_type(dtype):
+    values = torch.linspace(0.1, 0.9, 7, dtype=dtype)
+    losses = Losses()
+    for value in values:
+        losses.add(value, size=2)
+    assert not any(isinstance(each, torch.Tensor) for each in losses._losses)
+    saved = losses.state_dict()
+    assert saved["losses"].dtype == dtype
+    assert torch.equal(saved["losses"], values)
+    again = Losses()
+    again.load_state_dict(saved, "cpu")
+    assert torch.equal(again.state_dict()["losses"], values)
+    assert torch.equal(again.consume("log"), values.float().mean().double())
+
+
+def test_guards_keep_no_tensor_of_a_step():
+    guards = [NaNGuard(every=Every(iterations=1000)), LossSpikeGuard(every=Every(iterations=1000))]
+    run, kept = trainer({"max_epochs": 1}, handlers=guards), []
+
+    @run.on(Events.ITERATION_COMPLETED)
+    def look():
+        kept.extend([guards[0]._unseen[-1].norm, guards[1]._unseen[-1][1]])
+
+    run.train()
+    assert {type(each) for each in kept} == {float}
