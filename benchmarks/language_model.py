@@ -139,9 +139,8 @@ def measure(names: Sequence[str], task: Task, rounds: int) -> tuple[dict[str, li
 
 def seconds(runs: Sequence[Run], key: str = "seconds") -> float:
     """Of a run whose slices each took their median time over these runs."""
-    return sum(
-        statistics.median(times) for times in zip(*([s[key] for s in run["slices"]] for run in runs), strict=True)
-    )
+    times: list[list[float]] = [[each[key] for each in run["slices"]] for run in runs]
+    return sum(statistics.median(each) for each in zip(*times, strict=True))
 
 
 def summary(found: Mapping[str, list[Run]], task: Task) -> dict[str, dict[str, float]]:

@@ -79,8 +79,7 @@ class Task:
 
     def make_model(self) -> Any:
         sys.path.insert(0, str(EXAMPLE))
-        import model
-
+        model = importlib.import_module("model")
         torch.manual_seed(0)
         return model.ByteGPT(**self.model_arguments()).to(self.device)
 
@@ -146,9 +145,7 @@ class Gated(Dataset[Tensor]):
 def gated_loaders(**arguments: int) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
     """The example's loaders; training waits for its turns."""
     sys.path.insert(0, str(EXAMPLE))
-    import data
-
-    training, validation = data.loaders(**arguments)
+    training, validation = importlib.import_module("data").loaders(**arguments)
     gated = Gated(training.dataset)
     return DataLoader(gated, batch_size=arguments["batch_size"], shuffle=True, drop_last=True), validation
 
@@ -222,7 +219,7 @@ def by_hand(task: Task, folder: Path, *, saves: bool = True) -> Train:
         model = task.make_model()
         training, validation = gated_loaders(**task.data_arguments())
         optimizer, schedule = optimizer_of(model, task)
-        used = torch.compile(model) if task.compile else model
+        used: nn.Module = cast(nn.Module, torch.compile(model)) if task.compile else model
         half = torch.autocast(task.device, torch.bfloat16) if task.precision == "bf16" else nullcontext()
 
         def validate() -> float:

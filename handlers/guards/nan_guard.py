@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every, Phase, State, is_training_run
 from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.metrics.reading import number_on_host
 from pulsetrain.engine.training_run import model_of
 from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
 from pulsetrain.handlers.metric_values.step_values import to_host
@@ -146,7 +147,7 @@ class NaNGuard(Guard):
         norm, optimizer, last = event.payload.grad_norm, event.payload.optimizer, engine.state.iteration
         if norm.is_cpu:
             # nothing to wait for; a tensor that stays would lie among the gradients, and fragment the heap
-            norm = norm.tolist()
+            norm = number_on_host(norm)
             if math.isfinite(norm):
                 for kept in self._buffers:
                     kept.commit()

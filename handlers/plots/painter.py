@@ -214,7 +214,9 @@ def _draw(drawing: Drawing) -> Result:
         for name, file in part.files.items():
             try:
                 figure = run.figure(name)
-                for kind in part.formats if figure is not None else ():
+                if figure is None:
+                    continue
+                for kind in part.formats:
                     content = figures.render(figure, kind)
                     file.parent.mkdir(exist_ok=True)
                     path = file.with_name(f"{file.name}.{kind}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.engine.metrics.reading import number_on_host
 from pulsetrain.state.part import StateDict
 
 __all__ = ["Losses", "Rate"]
@@ -49,7 +50,7 @@ class Losses:
     def add(self, loss: Tensor, size: int | Tensor) -> None:
         """Add one loss, shape (), which stays on its device: a mean over `size`, a number or of shape () there."""
         if loss.is_cpu:
-            self._losses.append(loss.tolist())  # without a call through the dispatcher, as item() makes
+            self._losses.append(number_on_host(loss))
             self._dtype = loss.dtype
         else:
             self._losses.append(loss)
