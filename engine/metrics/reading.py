@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.errors import MetricNotFoundError, did_you_mean
 
-__all__ = ["canonical", "nothing_yet", "to_host"]
+__all__ = ["canonical", "nothing_yet", "number_on_host", "to_host"]
 
 
 def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> str:
@@ -50,6 +51,15 @@ def to_host(tensors: Sequence[Tensor]) -> list[float]:
         for index, value in zip(indices, copied, strict=True):
             values[index] = value
     return values
+
+
+def number_on_host(tensor: Tensor) -> float:
+    """The value of a CPU tensor of shape (), which is there already: no operator runs, as `item()` would run one.
+
+    >>> number_on_host(torch.tensor(0.5))
+    0.5
+    """
+    return cast(float, tensor.tolist())
 
 
 def nothing_yet(place: str) -> MetricNotFoundError:

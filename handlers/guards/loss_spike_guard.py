@@ -14,6 +14,7 @@ from torch import Tensor
 from pulsetrain.engine import Engine, Events, Every, Phase
 from pulsetrain.engine.argument_checks import check_positive, check_whole_number
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.metrics.reading import number_on_host
 from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
 from pulsetrain.handlers.metric_values.step_values import scalars, to_host
 
@@ -129,6 +130,8 @@ class LossSpikeGuard(Guard):
 
     def _on_iteration(self, engine: Engine) -> None:
         loss = scalars(engine.state.output).get(self.metric)
+        if isinstance(loss, Tensor) and loss.is_cpu:
+            loss = number_on_host(loss)  # a tensor that stays would lie among the activations, and fragment the heap
         if loss is not None:
             self._unseen.append((TrainedBatch.of_iteration(engine.state.iteration, batch_order(engine)), loss))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every, Phase, State, is_training_run
 from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.metrics.reading import number_on_host
 from pulsetrain.engine.training_run import model_of
 from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
 from pulsetrain.handlers.metric_values.step_values import to_host
@@ -24,7 +25,7 @@ _REPORTED = 3  # anomalies that one check reports separately
 class Update(NamedTuple):
     """An update whose gradient norm the host has not read yet."""
 
-    norm: Tensor
+    norm: Tensor | float  # a number where it is on the host
     batches: list[TrainedBatch]
     optimizer: str
 
@@ -115,7 +116,7 @@ class NaNGuard(Guard):
 
     def state_dict(self) -> dict[str, object]:
         """The counts, and the updates that are not checked yet, whose norms are copied to the host."""
-        norms = to_host([update.norm for update in self._unseen])
+        norms = self._norms(self._unseen)
         return {
             "skipped": self.skipped,
             "in_a_row": dict(self._in_a_row),
@@ -130,7 +131,7 @@ class NaNGuard(Guard):
         self.skipped, self._in_a_row = state["skipped"], dict(state["in_a_row"])
         self._updated_at = dict(state["updated_at"])
         self._unseen = [
-            Update(torch.tensor(norm), [TrainedBatch.from_state(batch) for batch in batches], optimizer)
+            Update(norm, [TrainedBatch.from_state(batch) for batch in batches], optimizer)
             for norm, batches, optimizer in state["unseen"]
         ]
 
@@ -144,15 +145,32 @@ class NaNGuard(Guard):
 
     def _on_gradients(self, engine: _SkipsUpdates, event: Event) -> None:
         norm, optimizer, last = event.payload.grad_norm, event.payload.optimizer, engine.state.iteration
-        bad = norm.isfinite().logical_not_()
-        engine.skip_update(bad)
-        for kept in self._buffers:
-            kept.restore_where(bad)
+        if norm.is_cpu:
+            # nothing to wait for; a tensor that stays would lie among the gradients, and fragment the heap
+            norm = number_on_host(norm)
+            if math.isfinite(norm):
+                for kept in self._buffers:
+                    kept.commit()
+            else:
+                self._skip(engine, torch.tensor(True))
+        else:
+            self._skip(engine, norm.isfinite().logical_not_())
         first = min(self._updated_at.get(optimizer, self._begun) + 1, last)
         self._updated_at[optimizer] = last
         data = batch_order(engine)
         batches = [TrainedBatch.of_iteration(each, data) for each in range(first, last + 1)]
         self._unseen.append(Update(norm, batches, optimizer))
+
+    def _skip(self, engine: _SkipsUpdates, where: Tensor) -> None:
+        engine.skip_update(where)
+        for kept in self._buffers:
+            kept.restore_where(where)
+
+    @staticmethod
+    def _norms(updates: Sequence[Update]) -> list[float]:
+        """Their norms on the host, in order."""
+        on_device = iter(to_host([each.norm for each in updates if isinstance(each.norm, Tensor)]))
+        return [next(on_device) if isinstance(each.norm, Tensor) else each.norm for each in updates]
 
     def _on_terminate(self, engine: Engine) -> None:
         if engine.should_terminate == "skip_completed":  # else COMPLETED follows
@@ -166,7 +184,7 @@ class NaNGuard(Guard):
         unseen, self._unseen = self._unseen, []
         bad: list[tuple[float, Update]] = []
         longest = 0
-        for norm, update in zip(to_host([each.norm for each in unseen]), unseen, strict=True):
+        for norm, update in zip(self._norms(unseen), unseen, strict=True):
             row = 0 if math.isfinite(norm) else self._in_a_row.get(update.optimizer, 0) + 1
             self._in_a_row[update.optimizer] = row
             longest = max(longest, row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,6 +121,14 @@ class RunCurves:
         self.matrices = {name: (int(iteration), matrix) for name, (iteration, matrix) in state["matrices"].items()}
         self.validated = set(state["validated"])
         self.changed = {_figure_of(name) for name in self.curves} | set(self.matrices)
+
+    def snapshot(self, names: Collection[str]) -> dict[str, Any]:
+        """The data of the figures with these names, for `load_state_dict` of another object; it does not change."""
+        return {
+            "curves": {name: curve.state_dict() for name, curve in self.curves.items() if _figure_of(name) in names},
+            "matrices": {name: self.matrices[name] for name in names if name in self.matrices},
+            "validated": sorted(self.validated),
+        }
 
     def figure(self, name: str) -> Figure | None:
         """The figure of that name; None if it would be empty."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pulsetrain.engine import ConfigurationError, Engine, Event, EventBus, Events, Every, OnError
+from pulsetrain.engine import ConfigurationError, Engine, Event, EventBus, Events, Every, OnError, Phase
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -18,8 +18,9 @@ from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, learning_rates, on_host, step_metrics
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.plots.curves import RunCurves
+from pulsetrain.handlers.plots.painter import Drawing, DrawingProcess, Figures, InThisProcess, Painter
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file, writing
+from pulsetrain.handlers.run_files.run_folder import make_folder, writing
 
 __all__ = ["Plots"]
 
@@ -35,6 +36,10 @@ class Plots(Handler):
     MEDIA_LOGGED. The first round is always drawn, later ones only while drawing takes at most a twentieth of the time.
     Long curves are thinned, but keep every spike.
 
+    A process of its own draws, which takes 100 MB until the run ends; training waits for the figures only at the end of
+    the run and in `detach`. An error of drawing is reported by the next event. Where no process can be started, the
+    training process draws.
+
     On a bus each engine has its own folder, FOLDER/plots/ENGINE/.
 
     Args:
@@ -42,7 +47,7 @@ class Plots(Handler):
         every: read the training loss and the rates from the engine at this cadence instead of METRICS_LOGGED; each
             reading waits for the device.
         formats: "png", "svg" or both.
-        clock: seconds, for `Every(seconds=...)` and the time that drawing takes.
+        clock: seconds, for `Every(seconds=...)` and the time that drawing takes, which another thread asks for.
         on_error: "warn" continues when a figure cannot be written, "raise" ends the run.
 
     Raises:
@@ -80,6 +85,9 @@ class Plots(Handler):
         self._next = -math.inf  # when figures may be drawn again before the end
         self._warned = False  # of a matrix that cannot be drawn
         self._pictures = self.folder / "plots"
+        self._painter: Painter = DrawingProcess()
+        self._drawing = Drawing(())  # the last one
+        self._started = -math.inf  # when it was started
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Follow one engine, or each of a bus.
@@ -98,13 +106,23 @@ class Plots(Handler):
             subscribe(Events.MEDIA_LOGGED, self._on_media, on_error=self._on_error)
             for event in METRIC_EVENTS:
                 subscribe(event, self._on_round, on_error=self._on_error)
-            subscribe(Events.COMPLETED | Events.TERMINATE, self._on_end, on_error=self._on_error)
+            ends = Events.COMPLETED | Events.TERMINATE
+            # begins before other handlers work at the end, and is waited for after them
+            subscribe(ends, self._on_end_begins, phase=Phase.COMPUTE, on_error=self._on_error)
+            subscribe(ends, self._on_end, phase=Phase.PERSIST, on_error=self._on_error)
             subscribe(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
         return self
 
+    def detach(self) -> None:
+        """Stop following; figures that are being drawn are finished."""
+        super().detach()
+        self._painter.close()
+
     def draw(self) -> list[Path]:
         """Draw each figure whose data has changed since it was last drawn; returns the files written."""
-        return [path for name in self._runs for path in self._draw(name)]
+        self._settle()
+        self._start([*self._runs])
+        return self._settle()
 
     def state_dict(self) -> dict[str, Any]:
         """The curves except those of throughput, which a resumed run does not repeat."""
@@ -116,25 +134,43 @@ class Plots(Handler):
             self._runs[name] = before.get(name, RunCurves())
             self._runs[name].load_state_dict(saved)
 
-    def _draw(self, engine: str) -> list[Path]:
-        run = self._runs.get(engine)
-        if run is None:
+    def _start(self, engines: Sequence[str], *, awaited: bool = True) -> None:
+        """Begin to draw the changed figures of these engines; nothing may be drawn at the moment."""
+        parts = []
+        for engine in engines:
+            run = self._runs.get(engine)
+            if run is None or not run.changed:
+                continue
+            folder = self._pictures / _file_name(engine) if engine else self._pictures
+            files = {name: folder / _file_name(name) for name in sorted(run.changed)}
+            parts.append(Figures(engine, run.snapshot(run.changed), files, self.formats))
+            run.changed.clear()
+        if parts:
+            self._drawing, self._started = Drawing(parts, awaited), self._clock()
+            self._painter.start(self._drawing, self._clock)
+
+    def _settle(self) -> list[Path]:
+        """Wait for what is being drawn; returns the files written, and raises the first error.
+
+        A figure that could not be written is drawn again the next time.
+        """
+        result = self._painter.result()
+        if result is None:
             return []
-        started, written = self._clock(), []
-        folder = self._pictures / _file_name(engine) if engine else self._pictures
-        for name in sorted(run.changed):
-            figure = run.figure(name)
-            if figure is not None:
-                for kind in self.formats:
-                    path, content = folder / f"{_file_name(name)}.{kind}", figures.render(figure, kind)
-                    with writing("Plots", folder):
-                        folder.mkdir(exist_ok=True)
-                        replace_file(path, content)
-                    written.append(path)
-            run.changed.discard(name)  # one that could not be written is tried again next time
-        now = self._clock()
-        self._next = now + (now - started) * (1 / SHARE - 1)
-        return written
+        self._next = self._started + result.seconds / SHARE
+        failed = self._drawing.names if result.lost else result.failed
+        for engine, name in failed:
+            self._runs.setdefault(engine, RunCurves()).changed.add(name)
+        if result.lost:
+            self._painter.close()
+            self._painter = InThisProcess()
+            get_logger("handlers").warning("Plots: the training process draws from now on", reason=result.lost)
+        for (_, name), error in result.failed.items():
+            if isinstance(error, str):
+                raise RuntimeError(f"Plots: the figure {name!r} could not be drawn:\n{error}")
+            with writing("Plots", self._pictures):
+                raise error
+        return result.written
 
     def _run_of(self, engine: Engine) -> RunCurves:
         return self._runs.setdefault(self._key(engine), RunCurves())
@@ -157,8 +193,12 @@ class Plots(Handler):
     def _on_round(self, engine: Engine, event: Event) -> None:
         run = self._run_of(engine)
         run.add_round(engine.state.iteration, event.payload.metrics)
-        if self._clock() >= self._next:
-            self._draw(self._key(engine))
+        if not self._painter.is_busy():
+            self._settle()
+            if self._clock() >= self._next:
+                self._start([self._key(engine)], awaited=False)
+            if not self._painter.is_busy():  # drawn by this process
+                self._settle()
 
     def _on_media(self, engine: Engine, event: Event) -> None:
         media = event.payload
@@ -175,9 +215,23 @@ class Plots(Handler):
                 given=type(media.value).__name__,
             )
 
+    def _on_end_begins(self, engine: Engine, event: Event) -> None:
+        if is_run_end(engine, event) and not self._painter.is_busy():
+            self._settle()
+            self._start([self._key(engine)])
+
     def _on_end(self, engine: Engine, event: Event) -> None:
-        if event.type != Events.TERMINATE.value or is_run_end(engine, event):
-            self._draw(self._key(engine))
+        if not is_run_end(engine, event):
+            return
+        try:
+            self._settle()  # one that failed is tried again
+        finally:
+            self._start([self._key(engine)])
+            try:
+                self._settle()
+            finally:
+                if not any(each.is_running for each in engine.bus.engines if each is not engine):
+                    self._painter.close()
 
 
 def _is_read(name: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.engine.metrics.reading import number_on_host
 from pulsetrain.state.part import StateDict
 
 __all__ = ["Losses", "Rate"]
@@ -24,6 +25,9 @@ class Losses:
 
     Adding costs two list appends. The order in which losses are summed does not depend on when they are read or saved.
 
+    Losses on the host are kept as numbers: a tensor that stays lies among the activations of its step, where the heap
+    then has no room for those of the next one.
+
     >>> losses = Losses()
     >>> losses.add(torch.tensor(1.0), size=1)
     >>> losses.add(torch.tensor(4.0), size=2)
@@ -36,7 +40,8 @@ class Losses:
 
     def reset(self) -> None:
         """Forget every loss, for both readers."""
-        self._losses: list[Tensor] = []  # since both were folded last
+        self._losses: list[Tensor | float] = []  # since both were folded last
+        self._dtype = torch.float32  # of those on the host
         self._sizes: list[int | Tensor] = []
         self._since = {"log": 0, "epoch": 0}  # which of them are the reader's
         self._means = {"log": RunningMean(), "epoch": RunningMean()}  # of those before
@@ -44,10 +49,14 @@ class Losses:
 
     def add(self, loss: Tensor, size: int | Tensor) -> None:
         """Add one loss, shape (), which stays on its device: a mean over `size`, a number or of shape () there."""
-        self._losses.append(loss)
+        if loss.is_cpu:
+            self._losses.append(number_on_host(loss))
+            self._dtype = loss.dtype
+        else:
+            self._losses.append(loss)
         self._sizes.append(size)
         if len(self._losses) == _FOLD:
-            values = torch.stack(self._losses).float()
+            values = self._stacked(self._losses).float()
             for reader, mean in self._means.items():
                 self._fold(reader, mean, values)
                 self._folded[reader] += _FOLD - self._since[reader]
@@ -82,7 +91,7 @@ class Losses:
         sizes = self._sizes[since:]
         if not sizes:
             return
-        values = torch.stack(self._losses[since:]).float() if values is None else values[since:]
+        values = self._stacked(self._losses[since:]).float() if values is None else values[since:]
         if any(isinstance(size, Tensor) for size in sizes):
             weights = torch.stack([torch.as_tensor(size, device=values.device) for size in sizes])
             counted = torch.where(weights > 0, values * weights, 0.0)  # a batch of ignored targets has no loss: nan
@@ -92,13 +101,19 @@ class Losses:
         else:
             mean.update((values * torch.tensor(sizes, device=values.device)).sum() / sum(sizes), sum(sizes))
 
+    def _stacked(self, losses: list[Tensor | float]) -> Tensor:
+        on_host = [loss for loss in losses if not isinstance(loss, Tensor)]
+        if len(on_host) == len(losses):
+            return torch.tensor(on_host, dtype=self._dtype)
+        return torch.stack([loss if isinstance(loss, Tensor) else torch.tensor(loss) for loss in losses])
+
     def state_dict(self) -> StateDict:
         """The means so far, and the losses that are not folded into them yet."""
         return {
             "means": {reader: mean.state_dict() for reader, mean in self._means.items()},
             "folded": dict(self._folded),
             "since": dict(self._since),
-            "losses": torch.stack(self._losses) if self._losses else None,
+            "losses": self._stacked(self._losses) if self._losses else None,
             "sizes": list(self._sizes),
         }
 
@@ -107,7 +122,11 @@ class Losses:
         for reader, saved in state["means"].items():
             self._means[reader].load_state_dict({name: _on(device, value) for name, value in saved.items()})
         self._folded, self._since = dict(state["folded"]), dict(state["since"])
-        self._losses = [] if state["losses"] is None else list(state["losses"].to(device).unbind())
+        losses = None if state["losses"] is None else state["losses"].to(device)
+        self._losses = []
+        if losses is not None:
+            self._losses = losses.tolist() if losses.is_cpu else list(losses.unbind())
+            self._dtype = losses.dtype
         self._sizes = [_on(device, size) for size in state["sizes"]]
 
 

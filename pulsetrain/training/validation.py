@@ -29,6 +29,7 @@ from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
+from pulsetrain.training.heap import give_back_free_memory
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
 
@@ -73,10 +74,12 @@ class Validator:
         engine, start = self._engine, time.perf_counter()
         engine.fire(Events.VALIDATION_STARTED)
         metrics: dict[str, float] = {}
+        give_back_free_memory()  # what training leaves free is in other pieces than validation needs, and vice versa
         for name, loader in self.loaders.items():
             metrics.update(self.evaluation.run(name, loader))
             for matrix, value in self.evaluation.matrices.items() if engine.hears(Events.MEDIA_LOGGED) else ():
                 engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
+        give_back_free_memory()
         self.validated_at = engine.state.iteration
         engine.state.metrics.update(metrics)
         self._reporter.history.update(metrics)
@@ -176,10 +179,14 @@ class Evaluation:
                 batches=state.iteration,
                 reason=state.stop_reason or "interrupted",
             )
+        if not engine.is_paused:
+            # Logits that stay would be the last block of a heap grown by this set, which then cannot be given back.
+            state.output = state.batch = None
         return {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
 
     def _step(self, engine: Engine, batch: object) -> dict[str, Any]:
         backend = self.backend
+        engine.state.output = None  # of the previous batch: its logits would be in memory beside this one's
         strategy, self._checks = FirstBatch(self.strategy) if self._checks else self.strategy, False
         prepared = backend.prepare_batch(batch, strategy)
         outputs: object = None

@@ -10,6 +10,7 @@ from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Plots
 from pulsetrain.handlers.plots.curves import MAX_LAYERS, MAX_PANELS, RunCurves
+from pulsetrain.handlers.plots.painter import InThisProcess
 from tests.support import programs
 from tests.support.engines import (
     log,
@@ -21,6 +22,12 @@ from tests.support.engines import (
     validated,
 )
 from tests.support.models import loader, regression_model, trainer
+
+
+@pytest.fixture(autouse=True)
+def draw_at_once(monkeypatch):
+    """Without a process that draws: test_drawing_process.py has that one."""
+    monkeypatch.setattr("pulsetrain.handlers.plots.plots.DrawingProcess", InThisProcess)
 
 
 def drawn(tmp_path, kind="png"):

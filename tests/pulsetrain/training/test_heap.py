@@ -1,0 +1,89 @@
+"""Steps and validations leave no blocks in the heap that keep the memory of the next ones apart."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from pulsetrain.engine import Events, Every
+from pulsetrain.handlers import LossSpikeGuard, NaNGuard
+from pulsetrain.training import heap
+from pulsetrain.training.running_stats import Losses
+from tests.support.models import loader, trainer
+
+
+def resident() -> int:
+    """Bytes."""
+    return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+
+@pytest.mark.skipif(heap._functions() is None, reason="another C library than glibc")
+def test_free_memory_between_blocks_that_stay_is_given_back():
+    kept, freed = [], []
+    for _ in range(400):
+        freed.append(torch.ones(200_000))
+        kept.append(torch.ones(1000))
+    heap.give_back_free_memory()  # what was free before
+    before = resident()
+    freed.clear()
+    assert heap.give_back_free_memory()
+    assert resident() < before - 200e6
+    assert len(kept) == 400
+
+
+def test_with_little_free_memory_nothing_happens(monkeypatch):
+    monkeypatch.setattr(heap, "KEPT", 2**60)
+    assert not heap.give_back_free_memory()
+
+
+def test_another_c_library_has_nothing_to_call(monkeypatch):
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())
+    heap._functions.cache_clear()
+    assert not heap.give_back_free_memory()
+    heap._functions.cache_clear()
+
+
+def test_a_validation_keeps_neither_its_last_batch_nor_its_outputs():
+    run, outputs = trainer({"max_epochs": 1}, val_loader=loader(8)), []
+
+    @run.evaluator.on(Events.ITERATION_COMPLETED)
+    def remember(engine):
+        outputs.append(weakref.ref(engine.state.output["y_pred"]))
+        assert engine.state.batch is not None
+
+    run.train()
+    assert outputs
+    assert all(each() is None for each in outputs)
+    assert run.evaluator.state.batch is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_losses_on_the_host_are_kept_as_numbers_and_saved_in_their_type(dtype):
+    values = torch.linspace(0.1, 0.9, 7, dtype=dtype)
+    losses = Losses()
+    for value in values:
+        losses.add(value, size=2)
+    assert not any(isinstance(each, torch.Tensor) for each in losses._losses)
+    saved = losses.state_dict()
+    assert saved["losses"].dtype == dtype
+    assert torch.equal(saved["losses"], values)
+    again = Losses()
+    again.load_state_dict(saved, "cpu")
+    assert torch.equal(again.state_dict()["losses"], values)
+    assert torch.equal(again.consume("log"), values.float().mean().double())
+
+
+def test_guards_keep_no_tensor_of_a_step():
+    guards = [NaNGuard(every=Every(iterations=1000)), LossSpikeGuard(every=Every(iterations=1000))]
+    run, kept = trainer({"max_epochs": 1}, handlers=guards), []
+
+    @run.on(Events.ITERATION_COMPLETED)
+    def look():
+        kept.extend([guards[0]._unseen[-1].norm, guards[1]._unseen[-1][1]])
+
+    run.train()
+    assert {type(each) for each in kept} == {float}
