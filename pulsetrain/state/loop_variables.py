@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import FrameType
 
 from pulsetrain.engine import Engine
-from pulsetrain.state.fingerprint import names_in
-from pulsetrain.state.handler_registry import attributes_of
-from pulsetrain.state.object_graph import is_of_project, is_users, package_of
+from pulsetrain.state.held_values import names_in
+from pulsetrain.state.object_graph import attributes_of, is_of_project, is_users, package_of
 from pulsetrain.state.part import Stateful, keeps_state
 
 __all__ = ["variables_with_state"]

@@ -15,7 +15,7 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import passing_buffers
 from pulsetrain.state.digests import digest
-from pulsetrain.state.handler_registry import attributes_of
+from pulsetrain.state.object_graph import attributes_of
 from pulsetrain.state.part import StateDict, keeps_state, require
 
 __all__ = ["DROPOUTS", "ModulesPart", "modules_in"]
