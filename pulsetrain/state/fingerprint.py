@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from ignite.engine import Engine as IgniteEngine
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pulsetrain.state.digests import (
@@ -33,7 +33,7 @@ from pulsetrain.state.digests import (
     state_of_generator,
 )
 from pulsetrain.state.held_values import CONTAINERS, FUNCTIONS, PLAIN, attributes_of_module, is_cached, own_attributes
-from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, is_installed, is_users, package_of
+from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, attributes_of, is_installed, is_users, package_of
 from pulsetrain.state.part import keeps_state
 
 __all__ = ["Fingerprint"]
@@ -111,6 +111,8 @@ class Fingerprint:
                     self.add(f"{path}.{name}", value)
         except Exception:  # raised by code of the user's
             self.unseen.add(path)
+        if isinstance(holder, IterableDataset) and keeps_state(holder):  # perhaps its position, perhaps more
+            self.unseen |= {f"{path}.{name}" for name in attributes_of(holder) if name.startswith("_")}
         kinds = type(holder).__mro__ if is_users(holder) else ()
         self.unseen |= {f"{path}.{each}" for kind in kinds for each in vars(kind) if is_cached(holder, each)}
 

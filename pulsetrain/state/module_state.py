@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import passing_buffers
@@ -83,6 +83,7 @@ class ModulesPart:
             )
         for name in state.keys() & modules.keys():
             if "weights" in state[name]:
+                take_dtypes(modules[name], state[name]["weights"])
                 modules[name].load_state_dict(dict(state[name]["weights"]))
             _load_buffers(modules[name], state[name]["buffers"])
         self._flags = state

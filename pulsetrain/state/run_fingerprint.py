@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from functools import cache, partial
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pulsetrain.engine import Engine, TrainingRun
 from pulsetrain.engine.optimizers import parts_of
+from pulsetrain.state.current_metrics import unsavable_metrics
 from pulsetrain.state.fingerprint import Fingerprint
 from pulsetrain.state.handler_registry import HandlerRegistry, is_foreign, owner_of
 from pulsetrain.state.held_values import (
@@ -50,7 +52,7 @@ def fingerprint_of_run(
     """
     modules = dict(_modules(run.model, run.strategy))
     loaders = _loaders_of(run)
-    known: list[object] = [run, run.strategy, run.optimizer, run.backend]
+    known: list[object] = [run, run.evaluator, run.strategy, run.optimizer, run.backend]
     known += [each for _, loader, parts in loaders for each in (loader, *parts.values())]
     known += [*registry.saved(), *modules.values(), *parts_of(run.optimizer).values()]
     known += registry.metrics()
@@ -78,6 +80,10 @@ def fingerprint_of_run(
     }
     state = {name: value for name, value in vars(engine.state).items() if name not in saved}
     found.add_attributes("state", SimpleNamespace(**state))
+    for name, value in unsavable_metrics(engine.state.metrics).items():
+        found.add(f"state.metrics[{name!r}]", value)
+    if is_users(run.backend) and type(run.backend).state_dict.__module__.partition(".")[0] == "pulsetrain":
+        found.add_attributes("backend", run.backend, _set_by_library(type(run.backend)))
     for name, value in {**values_of_class(type(run)), **vars(run)}.items():
         if name not in own:
             found.add(f"trainer.{name}", value)
@@ -121,6 +127,18 @@ def _add_subscribers(found: Fingerprint, registry: HandlerRegistry) -> None:
             for name, value in held:
                 if is_plain(value):
                     found.add(f"{path}: {name}", value)
+
+
+@cache
+def _set_by_library(kind: type) -> frozenset[str]:
+    """The attributes that methods of the library's classes, of which this is a subclass, set on themselves."""
+    methods = [
+        method for each in kind.__mro__ if each.__module__.partition(".")[0] in _OWN
+        for method in vars(each).values() if isinstance(method, FunctionType)
+    ]  # fmt: skip
+    return frozenset(
+        str(each.argval) for method in methods for each in dis.get_instructions(method) if each.opname == "STORE_ATTR"
+    )
 
 
 def _loaders_of(run: TrainingRun) -> list[tuple[str, object, dict[str, object]]]:
