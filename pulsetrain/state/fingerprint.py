@@ -182,12 +182,24 @@ class Fingerprint:
             return kind, self._summary(value.state_dict(), _STATE_DEPTH)
         if not function and package_of(value) == "ignite":
             return kind
+        if not function and is_installed(value) and package_of(value) not in LIBRARIES:
+            return kind, self._of_package(value, depth)
         inside, name = dict(own_attributes(value)), _name_of(value) if function else ""
         if hasattr(type(value), "__next__") and package_of(value) in LIBRARIES and hasattr(value, "__dict__"):
             self.unseen.add(self._path)  # its position is private
         if inside:
             return kind, name, self._container(inside, depth)
         return (kind, name) if function or hasattr(value, "__dict__") else (kind, self._reduced(value, depth))
+
+    def _of_package(self, value: object, depth: int) -> Hashable:
+        """Of an object from an installed package: the cells of a table, or its public attributes."""
+        if hasattr(type(value), "__array__") and 0 <= getattr(value, "size", -1) <= ELEMENTS:
+            return self._summary(np.asarray(value), depth)
+        held = attributes_of(value)
+        if any(name.startswith("_") for name in held):
+            self.unseen.add(self._path)  # what a package keeps private is often a cache
+        inside = dict(own_attributes(value))
+        return self._container(inside, depth) if inside or held else self._reduced(value, depth)
 
     def _module(self, value: nn.Module, depth: int) -> Hashable:
         """Of a module that no other part saves: its weights, and what each of its modules holds besides."""

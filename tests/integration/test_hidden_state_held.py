@@ -84,7 +84,7 @@ class Samples(list[Any]):
 
 @case("dataset.level")
 def a_dataset_that_is_a_list_has_a_level() -> dict[str, Any]:
-    samples = Samples(pairs(ROWS))
+    samples = Samples(list(pairs(ROWS)))
     return {
         "train_loader": DataLoader(samples, BATCH, shuffle=True), "act": lambda: setattr(samples, "level", 1)
     }  # fmt: skip
@@ -274,8 +274,8 @@ def test_a_resumed_model_takes_the_dtypes_of_the_checkpoint_with_a_warning(tmp_p
     cut_after(run(tmp_path, lambda: {"model": Widening()}), CUT)
     with capture_logs() as logs:
         run(tmp_path, lambda: {"model": Widening()}).train(resume="latest")
-    [converted] = [each["tensors"] for each in logs if "other dtypes in the checkpoint" in each["event"]]
-    assert converted == {"average": "float32 to float64"}
+    converted = [each["tensors"] for each in logs if "other dtypes in the checkpoint" in each["event"]]
+    assert converted == [{"average": "float32 to float64"}]
 
 
 def test_a_second_engine_that_a_handler_runs_is_listed_as_not_seen(tmp_path: Path):

@@ -76,7 +76,7 @@ def an_object_with_a_state_hears_the_evaluator() -> dict[str, Any]:
 
 @case(slow=True)
 def ignites_early_stopping_hears_the_evaluator() -> dict[str, Any]:
-    return with_validation(lambda run: on_evaluator(run, EarlyStopping(3, lambda engine: 0.0, run)))
+    return with_validation(lambda run: on_evaluator(run, EarlyStopping(2, lambda engine: 0.0, run)))
 
 
 @case("handler Counting.count")
