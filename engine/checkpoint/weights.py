@@ -16,7 +16,7 @@ from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl, location_of
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Mismatch", "compare_weights", "load_safetensors", "load_weights", "save_safetensors"]
+__all__ = ["Mismatch", "compare_weights", "load_safetensors", "load_weights", "save_safetensors", "take_dtypes"]
 
 Shape = tuple[int, ...]  # () for a value that is not a tensor, too
 
@@ -60,6 +60,36 @@ def compare_weights(mine: Mapping[str, object], saved: Mapping[str, object]) -> 
             if name in saved and _shape(saved[name]) != _shape(value)
         },
     )
+
+
+def take_dtypes(module: nn.Module, saved: Mapping[str, object]) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Convert the module's tensors to the dtypes that they have in a saved state_dict, which is to be loaded then.
+
+    >>> linear = nn.Linear(2, 1)
+    >>> take_dtypes(linear, {"bias": torch.zeros(1, dtype=torch.float64)}), linear.bias.dtype
+    ({'bias': (torch.float32, torch.float64)}, torch.float64)
+
+    Returns:
+        Of each tensor that was converted, by its name: the dtype that it had and the one that it has.
+    """
+    if type(module).load_state_dict is not nn.Module.load_state_dict:  # which knows what it loads
+        return {}
+    found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    converted: dict[int, torch.Tensor] = {}  # a tensor may have several names
+    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in held:
+        value = saved.get(name)
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.dtype == tensor.dtype:  # type: ignore[union-attr]
+            continue
+        dtype: torch.dtype = value.dtype  # type: ignore[union-attr]  # it is a tensor
+        found[name] = tensor.dtype, dtype
+        if isinstance(tensor, nn.Parameter):
+            tensor.data, tensor.grad = tensor.data.to(dtype), None
+            continue
+        place, _, last = name.rpartition(".")
+        converted.setdefault(id(tensor), tensor.to(dtype))
+        module.get_submodule(place)._buffers[last] = converted[id(tensor)]
+    return found
 
 
 def load_weights(

@@ -98,6 +98,20 @@ class EventSignal(blinker.NamedSignal):
         found.sort(key=lambda subscription: (subscription.phase, subscription.order, subscription.position))
         return found
 
+    def listeners(self, sender_id: int) -> list[tuple[Subscription, Handler]]:
+        """Who hears the sender, even while the event is muted: the subscriptions, and for each what it calls."""
+        found: list[tuple[Subscription, Handler]] = []
+        for receiver_id, receiver in self.receivers.items():
+            if not self._by_receiver[receiver_id] & {sender_id, ANY_ID}:
+                continue
+            if isinstance(receiver, Subscription):
+                found.append((receiver, receiver.handler))
+            else:
+                target = receiver() if isinstance(receiver, weakref.ref) else receiver
+                if target is not None:
+                    found.append((self._plain_subscription(receiver_id, receiver), target))
+        return found
+
     def receivers_for(self, sender: object) -> Generator[Handler, None, None]:
         """The receivers that `send` calls, in order."""
         plain = {subscription: receiver_id for receiver_id, subscription in self._plain.items()}

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from pulsetrain.engine.arrays import is_array, on_host
 from pulsetrain.engine.backends.module_view import version_of
 
-__all__ = ["bits_of", "counted_writes", "digest", "digest_of_jax", "has_memory", "is_of_jax", "state_of_generator"]
+__all__ = [
+    "WHOLE", "bits_of", "bytes_of", "counted_writes", "digest", "digest_of_jax", "has_memory", "is_of_jax",
+    "state_of_generator",
+]  # fmt: skip
 
-_WHOLE, _SAMPLED = 1 << 20, 1 << 16  # elements of an array that is read whole, and read of a larger one
+WHOLE, _SAMPLED = 1 << 20, 1 << 16  # elements of an array that is read whole, and read of a larger one
 
 
 def digest(value: Tensor | np.ndarray) -> Hashable:
@@ -26,14 +29,14 @@ def digest(value: Tensor | np.ndarray) -> Hashable:
     (True, False)
     """
     if isinstance(value, np.ndarray):
-        if value.size > _WHOLE and not value.flags.writeable and not _is_view_of_array(value):
+        if value.size > WHOLE and not value.flags.writeable and not _is_view_of_array(value):
             return str(value.dtype), value.shape, id(value)  # perhaps of a file, which is slow to sample
         return _bits_of_numpys(value)
     kind: Hashable = str(value.dtype), tuple(value.shape)
     if not has_memory(value):
         return kind, counted_writes(value)
     tensor = value.detach()
-    if tensor.numel() <= _WHOLE:
+    if tensor.numel() <= WHOLE:
         return kind, bits_of(tensor.reshape(-1))
     if not tensor.is_contiguous():
         return kind, value.data_ptr(), counted_writes(value)
@@ -49,7 +52,7 @@ def digest_of_jax(value: Any) -> Hashable:
     """Of an array of jax. Nothing writes to it, so which object it is says enough where reading it takes long."""
     jax = sys.modules["jax"]
     kind = str(value.dtype), value.shape
-    if value.size > _WHOLE and not on_host(value):
+    if value.size > WHOLE and not on_host(value):
         return kind, id(value)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -67,6 +70,14 @@ def bits_of(flat: Tensor) -> int:
     return hash(flat.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes())
 
 
+def bytes_of(value: Any) -> int:
+    """A hash of what a bytearray, or another object with a buffer, holds; of a large one, of a sample of it."""
+    view = memoryview(value)
+    if view.nbytes <= WHOLE or not view.contiguous:
+        return hash(bytes(view))
+    return hash(bytes(view.cast("B")[:: view.nbytes // _SAMPLED]))
+
+
 def counted_writes(tensor: Tensor) -> int:
     """The count of writes to a tensor; 0 in inference mode, where none are counted."""
     return 0 if tensor.is_inference() else version_of(tensor)
@@ -82,7 +93,7 @@ def state_of_generator(generator: object) -> Hashable:
 
 
 def _bits_of_numpys(value: np.ndarray) -> Hashable:
-    few = value if value.size <= _WHOLE else value.flat[:: value.size // _SAMPLED]  # reshape() may copy all of it
+    few = value if value.size <= WHOLE else value.flat[:: value.size // _SAMPLED]  # reshape() may copy all of it
     return str(value.dtype), value.shape, hash(few.tobytes())
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dis
 import re
+import threading
 from array import array
-from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import partial
 from itertools import islice
+from logging import Handler, Logger, LoggerAdapter
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pulsetrain.state.digests import (
+    WHOLE,
     bits_of,
+    bytes_of,
     counted_writes,
     digest,
     digest_of_jax,
@@ -30,33 +32,20 @@ from pulsetrain.state.digests import (
     is_of_jax,
     state_of_generator,
 )
-from pulsetrain.state.handler_registry import attributes_of
-from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, held_by, is_of_project, is_users, package_of
+from pulsetrain.state.held_values import CONTAINERS, FUNCTIONS, PLAIN, attributes_of_module, is_cached, own_attributes
+from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, attributes_of, is_installed, is_users, package_of
 from pulsetrain.state.part import keeps_state
 
-__all__ = [
-    "Fingerprint",
-    "attributes_of_module",
-    "is_plain",
-    "names_in",
-    "own_attributes",
-    "values_of_class",
-    "variables_of",
-]
+__all__ = ["Fingerprint"]
 
 DEPTH = 2  # how many containers and objects inside of each other are looked into
 ELEMENTS = 10_000  # how many of an attribute
 _STATE_DEPTH = 4  # of a state_dict: that of an optimizer is a dict of dicts of dicts
-_PLAIN = (bool, int, float, complex, str, bytes)
-_TYPES = frozenset({*_PLAIN, type(None)})
+_TYPES = frozenset({*PLAIN, type(None)})
 _FREQUENT = frozenset({dict, list, tuple, set})
-_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
-_FUNCTIONS = (FunctionType, MethodType, partial)
 _BYTES = (bytearray, memoryview, array)
-_OPAQUE = (type, ModuleType, IgniteEngine, DataLoader)
+_OPAQUE = (type, ModuleType, IgniteEngine, DataLoader, Logger, LoggerAdapter, Handler, threading.local)
 _CONSTANT = (Enum, torch.dtype, torch.device, torch.Size, np.dtype, range, slice, re.Pattern, PurePath)
-_NOTES = ("deprecation_warnings", "warnings_issued")  # what transformers has warned about
-_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 _SHORT = 64  # characters
 _READ, _READ_OF_EACH = 1000, 256  # how many tensors inside of containers are read, and how many elements of each
 
@@ -89,7 +78,7 @@ class Fingerprint:
         """Attributes that are too deep or too large to be seen whole."""
         self.reads_generators = reads_generators
         self._known = set(map(id, known))
-        self._path, self._left, self._unread = "", 0, 0
+        self._path, self._left, self._unread, self._elements = "", 0, 0, 0
         self._modules: set[nn.Module] = set()  # that were seen on this path
 
     def add(self, path: str, value: object) -> None:
@@ -107,7 +96,7 @@ class Fingerprint:
         self._add(path, lambda: self._container(container, DEPTH))
 
     def _add(self, path: str, summary: Callable[[], Hashable]) -> None:
-        self._path, self._left, self._unread, self._modules = path, ELEMENTS, _READ, set()
+        self._path, self._left, self._unread, self._elements, self._modules = path, ELEMENTS, _READ, WHOLE, set()
         try:
             self.hashes[path] = hash(repr(summary()))  # hash(-1) == hash(-2)
         except Exception:  # raised by code of the user's: a mapping that cannot be iterated
@@ -122,8 +111,10 @@ class Fingerprint:
                     self.add(f"{path}.{name}", value)
         except Exception:  # raised by code of the user's
             self.unseen.add(path)
+        if isinstance(holder, IterableDataset) and keeps_state(holder):  # perhaps its position, perhaps more
+            self.unseen |= {f"{path}.{name}" for name in attributes_of(holder) if name.startswith("_")}
         kinds = type(holder).__mro__ if is_users(holder) else ()
-        self.unseen |= {f"{path}.{each}" for kind in kinds for each in vars(kind) if _is_cached(holder, each)}
+        self.unseen |= {f"{path}.{each}" for kind in kinds for each in vars(kind) if is_cached(holder, each)}
 
     def changed_since(self, before: Fingerprint) -> list[str]:
         """The paths whose values differ, have come or are gone."""
@@ -137,8 +128,8 @@ class Fingerprint:
             return name, _brief(value)
         if isinstance(value, int):
             return name, hex(value)  # python refuses to write long ones as decimals
-        if isinstance(value, _PLAIN):  # of a class of the user's, which may have a text of its own
-            return name, _brief(next(plain.__repr__(value) for plain in _PLAIN if isinstance(value, plain)))
+        if isinstance(value, PLAIN):  # of a class of the user's, which may have a text of its own
+            return name, _brief(next(plain.__repr__(value) for plain in PLAIN if isinstance(value, plain)))
         self._left -= 1
         if self._left < 0:
             return self._not_seen(name)
@@ -151,13 +142,15 @@ class Fingerprint:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             return name, value.shape, self._container(value.reshape(-1).tolist(), depth)
         if isinstance(value, np.generic) or _is_read(value):
-            return digest(np.asarray(value))
+            return self._array(np.asarray(value))
         if isinstance(value, _BYTES):
-            return name, hash(bytes(value))
-        if isinstance(value, _CONTAINERS):
-            return self._container(value, depth)
+            return name, len(value), bytes_of(value)
         if isinstance(value, _OPAQUE):
+            if isinstance(value, IgniteEngine):
+                self.unseen.add(self._path)  # another run, whose state is not compared
             return name
+        if isinstance(value, CONTAINERS) and not hasattr(kind, "close"):  # else it reads a file
+            return self._container(value, depth), self._held_by_container(value, depth)
         try:
             return self._object(value, depth)
         except Exception:  # raised by code of the user's: a state_dict() that needs a batch, SystemRandom
@@ -165,7 +158,9 @@ class Fingerprint:
 
     def _object(self, value: object, depth: int) -> Hashable:
         kind = id(type(value))
-        function = isinstance(value, _FUNCTIONS)
+        function = isinstance(value, FUNCTIONS)
+        if isinstance(value, CodeType):
+            return kind, hash(value)
         if isinstance(value, GENERATORS):
             return (kind, state_of_generator(value)) if self.reads_generators else kind
         if not function and package_of(value) == "pulsetrain" and not keeps_state(value):
@@ -176,7 +171,7 @@ class Fingerprint:
         if isinstance(value, _CONSTANT):
             return kind, str(value)
         if callable(getattr(value, "get_obj", None)) and package_of(value) == "multiprocessing":  # shared by processes
-            return kind, hash(bytes(value.get_obj()))  # type: ignore[attr-defined]
+            return kind, bytes_of(value.get_obj())  # type: ignore[attr-defined]
         if is_of_jax(value):
             return kind, digest_of_jax(value)
         if isinstance(value, nn.Module):
@@ -187,12 +182,24 @@ class Fingerprint:
             return kind, self._summary(value.state_dict(), _STATE_DEPTH)
         if not function and package_of(value) == "ignite":
             return kind
+        if not function and is_installed(value) and package_of(value) not in LIBRARIES:
+            return kind, self._of_package(value, depth)
         inside, name = dict(own_attributes(value)), _name_of(value) if function else ""
         if hasattr(type(value), "__next__") and package_of(value) in LIBRARIES and hasattr(value, "__dict__"):
             self.unseen.add(self._path)  # its position is private
         if inside:
             return kind, name, self._container(inside, depth)
         return (kind, name) if function or hasattr(value, "__dict__") else (kind, self._reduced(value, depth))
+
+    def _of_package(self, value: object, depth: int) -> Hashable:
+        """Of an object from an installed package: the cells of a table, or its public attributes."""
+        if hasattr(type(value), "__array__") and 0 <= getattr(value, "size", -1) <= ELEMENTS:
+            return self._summary(np.asarray(value), depth)
+        held = attributes_of(value)
+        if any(name.startswith("_") for name in held):
+            self.unseen.add(self._path)  # what a package keeps private is often a cache
+        inside = dict(own_attributes(value))
+        return self._container(inside, depth) if inside or held else self._reduced(value, depth)
 
     def _module(self, value: nn.Module, depth: int) -> Hashable:
         """Of a module that no other part saves: its weights, and what each of its modules holds besides."""
@@ -228,6 +235,21 @@ class Fingerprint:
             few = bits_of(flat[:: -(-flat.numel() // _READ_OF_EACH)])
         return value.data_ptr(), counted_writes(value), tuple(value.shape), few
 
+    def _array(self, value: np.ndarray) -> Hashable:
+        """Of an array in a container: all of it until so many elements have been read, then as of a tensor."""
+        self._elements -= value.size
+        if self._elements >= 0 or value.size <= _READ_OF_EACH:
+            return digest(value)
+        self._unread -= 1
+        few = value.flat[:: -(-value.size // _READ_OF_EACH)].tobytes() if self._unread >= 0 else b""
+        return str(value.dtype), value.shape, value.__array_interface__["data"][0], hash(few)
+
+    def _held_by_container(self, value: object, depth: int) -> Hashable:
+        """The attributes of a container of a class of the user's."""
+        if is_installed(value) or (isinstance(value, tuple) and not hasattr(value, "__dict__")):
+            return None
+        return self._container(dict(own_attributes(value)), max(depth, 1))
+
     def _container(self, value: object, depth: int) -> Hashable:
         kind, size = id(type(value)), len(value)  # type: ignore[arg-type]  # every container has a length
         if size and not depth:
@@ -253,50 +275,6 @@ class Fingerprint:
         return what
 
 
-@cache  # not when this module is imported: to make an optimizer, torch imports its compiler
-def _torchs() -> frozenset[str]:
-    """The attributes of torch's base classes."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], 0.0)
-    return frozenset({*vars(nn.Module()), *vars(optimizer), "_opt_called", "_step_count"})
-
-
-def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
-    """What a function holds, or another object's attributes, by name.
-
-    Attributes of the user's own classes are included. Left out are attributes of torch's base classes, cached
-    properties, transformers' notes on its warnings, and what libraries keep private: of the private attributes of an
-    object from a library, only those are included that hold an object of the user's, or a function with arguments.
-    """
-    if isinstance(holder, _FUNCTIONS):
-        if isinstance(holder, partial) or is_users(holder):
-            yield from (*held_by(holder), *variables_of(holder), *getattr(holder, "__dict__", {}).items())
-        elif isinstance(holder, MethodType):
-            yield "", holder.__self__
-        return
-    of_library, iterated = package_of(holder) in LIBRARIES, hasattr(type(holder), "__iter__")
-    streams = isinstance(holder, IterableDataset) and keeps_state(holder)
-    for name, value in {**values_of_class(type(holder)), **attributes_of(holder)}.items():
-        if name in _torchs() or _is_cached(holder, name):
-            continue
-        if of_library and name.startswith("_") and not (isinstance(value, partial) or is_users(value)):
-            continue
-        if name == "generator" and iterated:  # of a sampler: each pass seeds it
-            continue
-        if name in _NOTES and any(each.__module__.startswith("transformers.") for each in type(holder).__mro__):
-            continue
-        if streams and name.startswith("_"):  # its position in the pass, which is read again
-            continue
-        yield name, value
-
-
-def attributes_of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Its own attributes, without those that torch's weight norms and pruning derive from its parameters."""
-    parameters = vars(module)["_parameters"]
-    for name, value in own_attributes(module):
-        if f"{name}_orig" not in parameters and f"{name}_g" not in parameters:
-            yield name, value
-
-
 def _brief(value: object) -> object:
     """A text as it is if it is short, or else its length and hash: a data set may hold its pictures as bytes."""
     if not isinstance(value, str | bytes) or len(value) <= _SHORT:
@@ -310,72 +288,8 @@ def _name_of(function: object) -> str:
     return getattr(function, "__qualname__", "")
 
 
-def values_of_class(kind: type) -> dict[str, object]:
-    """The plain values that the user's classes hold."""
-    found: dict[str, object] = {}
-    for each in reversed(kind.__mro__):
-        if (each.__module__ or "").partition(".")[0] not in LIBRARIES:
-            found.update((name, value) for name, value in vars(each).items() if not name.startswith(("__", "_abc")))
-    return {name: value for name, value in found.items() if not isinstance(value, type) and _is_value(value)}
-
-
-def _is_value(value: object) -> bool:
-    """Whether an attribute of a class is a value, and not a method, a property or a slot."""
-    return not callable(value) and not hasattr(type(value), "__get__")
-
-
-def _is_cached(holder: object, name: str) -> bool:
-    return isinstance(getattr(type(holder), name, None), cached_property)
-
-
 def _is_read(value: object) -> bool:
     """Whether it is an array of numbers that is in memory."""
     if isinstance(value, np.ndarray):
         return not (value.dtype.hasobject or isinstance(value, np.memmap))
     return isinstance(value, Tensor)
-
-
-def variables_of(function: object) -> Iterator[tuple[str, object]]:
-    """The variables of its module that a function names; of classes and modules among them, the values they hold."""
-    code = getattr(function, "__code__", None)
-    if code is None:  # a partial, or a callable that is not written in Python
-        return
-    variables, attributes = names_in(code)
-    for name in sorted(variables & function.__globals__.keys()):  # type: ignore[attr-defined]  # which what has code has
-        value = function.__globals__[name]  # type: ignore[attr-defined]
-        yield name, value
-        yield from _of_namespace(name, value, attributes)
-
-
-@cache
-def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of global variables in a function's code and the functions inside it, and all other names in them."""
-    instructions = list(dis.get_instructions(code))
-    variables = {str(each.argval) for each in instructions if each.opname in _GLOBAL}
-    others = {*code.co_names}
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            inner, names = names_in(each)
-            variables |= inner
-            others |= names
-    return frozenset(variables), frozenset(others)
-
-
-def _of_namespace(path: str, value: object, names: Container[str], depth: int = 2) -> Iterator[tuple[str, object]]:
-    """The plain values of these names in a module of the user's, and those of the user's classes, by their paths."""
-    if not depth or (isinstance(value, type) and issubclass(value, Enum)):
-        return
-    if isinstance(value, type) and is_of_project(value.__module__):
-        yield from ((f"{path}.{name}", held) for name, held in values_of_class(value).items())
-    elif not (isinstance(value, ModuleType) and is_of_project(value.__name__)):
-        return
-    for name, held in [*vars(value).items()]:
-        if name in names and isinstance(held, (type, ModuleType)):
-            yield from _of_namespace(f"{path}.{name}", held, names, depth - 1)
-        elif name in names and isinstance(value, ModuleType) and is_plain(held):
-            yield f"{path}.{name}", held
-
-
-def is_plain(value: object) -> bool:
-    """Whether it is a number, a text, a container or an array."""
-    return isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray))

@@ -6,22 +6,25 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path, PurePath
-from types import FunctionType, MemberDescriptorType
+from types import FunctionType, ModuleType
 from typing import Any
+
+from ignite.metrics import Metric
 
 from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Every, Subscription
 from pulsetrain.engine.checkpoint import CheckpointManager, CheckpointUrl, Location
 from pulsetrain.engine.events.bus import EventSignal
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, LRScheduler, ReduceLROnPlateau
+from pulsetrain.state.object_graph import attributes_of, is_users, package_of
 from pulsetrain.state.part import StateDict, Stateful, keeps_state
 
-__all__ = ["HandlerRegistry", "arguments_of", "attributes_of", "state_of"]
+__all__ = ["HandlerRegistry", "arguments_of", "is_foreign", "owner_of", "state_of"]
 
+_OWN = ("pulsetrain", "ignite")
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -52,12 +55,20 @@ class HandlerRegistry:
         self._first_states = self.states()
         self.settings()
 
-    def subscriptions(self, other: Engine | None = None) -> list[Subscription]:
-        """Every subscription to the engine's events, or to those of another one, in the order of registration."""
+    def listeners(self, *engines: Engine) -> list[tuple[Subscription, Callable[..., object]]]:
+        """Who hears these engines, also by a subscription to every engine, in the order of registration.
+
+        Each subscription with what it calls, which for a plain receiver of blinker is the receiver. Without an
+        argument, the engines are the run's own and its evaluator.
+        """
         signals = [signal for signal in self.engine.bus.values() if isinstance(signal, EventSignal)]
-        engine = self.engine if other is None else other
-        found = [each for signal in signals for each in signal.subscriptions(id(engine), exclusive=True)]
-        return sorted(found, key=lambda each: each.position)
+        found = {
+            id(each): (each, handler)
+            for engine in engines or self._engines()
+            for signal in signals
+            for each, handler in signal.listeners(id(engine))
+        }
+        return sorted(found.values(), key=lambda pair: pair[0].position)
 
     def files_to_sync(self) -> list[Path]:
         """What the subscribers name as files that have to be on disk before a checkpoint."""
@@ -74,15 +85,25 @@ class HandlerRegistry:
         parts = set(map(id, self._own))
         parts |= {id(part) for each in given for part in getattr(each, "__dict__", {}).values()}
         owners = {id(each): each for each in given}
-        for subscription in self.subscriptions():
-            owner = _owner(subscription.handler)
+        parts |= set(map(id, self.metrics()))
+        for _, handler in self.listeners():
+            owner = owner_of(handler)
             if owner is not None and id(owner) not in parts:
                 owners.setdefault(id(owner), owner)
         return list(owners.values())
 
+    def metrics(self) -> list[object]:
+        """The metrics that listen to the evaluator alone, each pass of which resets them."""
+        engine, *others = self._engines()
+        heard = [owner_of(handler) for other in others for _, handler in self.listeners(other)]
+        found = [*getattr(engine, "val_metrics", {}).values(), *(each for each in heard if isinstance(each, Metric))]
+        elsewhere = {id(owner_of(handler)) for _, handler in self.listeners(engine)}
+        return list({id(each): each for each in found if id(each) not in elsewhere}.values())
+
     def saved(self) -> list[object]:
-        """What is saved or compared elsewhere: the run's own parts, and the subscribers."""
-        return [*self._own, *self.subscribers()]
+        """What is saved or compared as a handler: the run's own parts, and the subscribers but those of libraries."""
+        subscribers = self.subscribers()
+        return [*self._own, *(each for each in subscribers if not is_foreign(each))]
 
     def stateful(self) -> dict[str, Stateful]:
         """The subscribers that keep state, by class name and metric, numbered where two have the same name."""
@@ -156,6 +177,10 @@ class HandlerRegistry:
                     "load_state_dict() use a default where the entry is missing"
                 ) from error
 
+    def _engines(self) -> list[Engine]:
+        evaluator: Engine | None = getattr(self.engine, "evaluator", None)
+        return [self.engine] if evaluator is None else [self.engine, evaluator]
+
     def report_pairs(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Warn about subscribers without a saved state, states without a subscriber, and pairs that are a guess."""
         now, saved = self.settings(), _texts(state)
@@ -205,37 +230,19 @@ def arguments_of(handler: object) -> list[str]:
         return []
 
 
-def attributes_of(handler: object) -> dict[str, Any]:
-    """Its own attributes, including those in slots, private ones by the names that python gives them.
-
-    >>> class Counter:
-    ...     __slots__ = ("__count", "unset", "__weakref__")
-    ...     def __init__(self) -> None:
-    ...         self.__count = 0
-    >>> attributes_of(Counter())
-    {'_Counter__count': 0}
-    """
-    values: dict[str, Any] = {}
-    for kind in type(handler).__mro__:
-        if "__slots__" not in vars(kind):
-            continue
-        for name, slot in vars(kind).items():
-            if isinstance(slot, MemberDescriptorType):
-                with suppress(Exception):  # it is not set
-                    values[name] = slot.__get__(handler)
-    with suppress(Exception):  # code of the user's answers
-        values.update(getattr(handler, "__dict__", {}))
-    return values
-
-
-def _owner(subscriber: Callable[..., object]) -> object | None:
+def owner_of(subscriber: Callable[..., object]) -> object | None:
     """The object whose method subscribes, or that is called itself; None for a function."""
     while isinstance(subscriber, partial):
         subscriber = subscriber.func
     if isinstance(subscriber, FunctionType):
         return None
     owner = getattr(subscriber, "__self__", subscriber)
-    return None if isinstance(owner, type) else owner
+    return None if owner is None or isinstance(owner, (type, ModuleType)) else owner
+
+
+def is_foreign(subscriber: object) -> bool:
+    """Whether it is an object without a state of a library below a run, such as a list whose `append` subscribes."""
+    return not keeps_state(subscriber) and not is_users(subscriber) and package_of(subscriber) not in _OWN
 
 
 def _texts(state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

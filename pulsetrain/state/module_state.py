@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import passing_buffers
 from pulsetrain.state.digests import digest
-from pulsetrain.state.handler_registry import attributes_of
+from pulsetrain.state.object_graph import attributes_of
 from pulsetrain.state.part import StateDict, keeps_state, require
 
 __all__ = ["DROPOUTS", "ModulesPart", "modules_in"]
@@ -83,6 +83,7 @@ class ModulesPart:
             )
         for name in state.keys() & modules.keys():
             if "weights" in state[name]:
+                take_dtypes(modules[name], state[name]["weights"])
                 modules[name].load_state_dict(dict(state[name]["weights"]))
             _load_buffers(modules[name], state[name]["buffers"])
         self._flags = state

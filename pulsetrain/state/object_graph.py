@@ -9,20 +9,20 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
-from typing import cast
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from pulsetrain.engine.arrays import is_array
-from pulsetrain.state.handler_registry import attributes_of
 
 __all__ = [
-    "GENERATORS", "LIBRARIES", "generators_in", "held_by", "is_of_project", "is_users", "of_process", "package_of",
+    "GENERATORS", "LIBRARIES", "attributes_of", "generators_in", "held_by", "is_installed", "is_of_project", "is_users",
+    "of_process", "package_of",
 ]  # fmt: skip
 
 _Held = Iterable[tuple[str, object]]  # objects, each with its name or path
@@ -55,6 +55,15 @@ def is_users(value: object) -> bool:
     return package_of(value) not in LIBRARIES
 
 
+def is_installed(value: object) -> bool:
+    """Whether an object's class, or a function, comes from a library or an installed package."""
+    while isinstance(value, (partial, MethodType)):
+        value = value.func if isinstance(value, partial) else value.__func__
+    module = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    return not is_of_project(str(module))
+
+
+@cache
 def is_of_project(module: str) -> bool:
     """Whether a module is the user's own: neither of the libraries below a run nor installed from a package.
 
@@ -128,3 +137,26 @@ def held_by(function: object) -> _Held:
             yield from ((name, each) for each in gc.get_referents(cell))  # none if it is not filled yet
         parameters = inspect.signature(function).parameters
         yield from ((name, each.default) for name, each in parameters.items() if each.default is not each.empty)
+
+
+def attributes_of(holder: object) -> dict[str, Any]:
+    """Its own attributes, including those in slots, private ones by the names that python gives them.
+
+    >>> class Counter:
+    ...     __slots__ = ("__count", "unset", "__weakref__")
+    ...     def __init__(self) -> None:
+    ...         self.__count = 0
+    >>> attributes_of(Counter())
+    {'_Counter__count': 0}
+    """
+    values: dict[str, Any] = {}
+    for kind in type(holder).__mro__:
+        if "__slots__" not in vars(kind):
+            continue
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(Exception):  # it is not set
+                    values[name] = slot.__get__(holder)
+    with suppress(Exception):  # code of the user's answers
+        values.update(getattr(holder, "__dict__", {}))
+    return values

@@ -13,7 +13,7 @@ from pulsetrain.config import BOUNDS, TrainingConfig
 from pulsetrain.engine import Backend, CheckpointError, State
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
-from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.logs import get_logger
@@ -242,6 +242,17 @@ class ModelPart(OwnedPart[nn.Module]):
                 f"the checkpoint's weights do not fit the model: {problems}; build the model as it was when the "
                 "checkpoint was made, with the modules that handlers have added since the run began"
             )
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore them in the dtypes that they had."""
+        converted = take_dtypes(self._owner, state)
+        if converted:
+            get_logger("pulsetrain").warning(
+                "tensors of the model have other dtypes in the checkpoint, to which they are converted: the run "
+                "continues with those",
+                tensors={name: f"{now} to {saved}".replace("torch.", "") for name, (now, saved) in converted.items()},
+            )
+        super().load_state_dict(state)
 
 
 class OptimizerPart(OwnedPart[torch.optim.Optimizer]):

@@ -27,6 +27,7 @@ from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
+from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
 from pulsetrain.training.heap import give_back_free_memory
@@ -98,8 +99,7 @@ class Validator:
 
     def state_dict(self) -> StateDict:
         """When the last validation was, the run's current metrics, and the states of the sets."""
-        numbers = {name: _number(value) for name, value in self._engine.state.metrics.items()}
-        metrics = {name: number for name, number in numbers.items() if number is not None}
+        metrics = metrics_to_save(self._engine.state.metrics)
         sets = states_of_sets(self.loaders, self._run.train_loader)
         return {"validated_at": self.validated_at, "metrics": metrics, **({"sets": sets} if sets else {})}
 
@@ -110,7 +110,7 @@ class Validator:
 
     def load_state_dict(self, state: StateDict) -> None:
         self.validated_at = state["validated_at"]
-        self._engine.state.metrics = dict(state["metrics"])
+        self._engine.state.metrics = metrics_to_save(state["metrics"])  # copies, which the run may change
         load_states_of_sets(self.loaders, self._run.train_loader, state.get("sets", {}))
 
 
