@@ -140,7 +140,7 @@ def measure(names: Sequence[str], task: Task, rounds: int) -> tuple[dict[str, li
 def seconds(runs: Sequence[Run], key: str = "seconds") -> float:
     """Of a run whose slices each took their median time over these runs."""
     times: list[list[float]] = [[each[key] for each in run["slices"]] for run in runs]
-    return sum(statistics.median(each) for each in zip(*times, strict=True))
+    return float(sum(statistics.median(each) for each in zip(*times, strict=True)))
 
 
 def summary(found: Mapping[str, list[Run]], task: Task) -> dict[str, dict[str, float]]:
