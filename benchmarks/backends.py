@@ -80,7 +80,7 @@ def measure(steps: int, rounds: int) -> list[Row]:
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("backends", __doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="steps per round [%(default)s]")
     options = parser.parse_args()
     return report(options, "a step of the byte model", lambda: (measure(options.steps, options.rounds), []))

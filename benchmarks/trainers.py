@@ -45,7 +45,7 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Every, SupervisedStrategy
 from pulsetrain.engine.schedules import Cosine
 
-MEASURED = 1_500  # iterations
+MEASURED = 1_000  # iterations
 BATCHES = 100  # in an epoch
 FULL_SET, COMPUTES_NOTHING = 20.0, 4.0  # microseconds that may be added
 NOISE = 0.02  # of the bare step: what a framework adds can be compared with another one if it is more

@@ -73,7 +73,7 @@ def main() -> int:
     """Measure and print; the exit status is 1 if the bound is missed."""
     parser = make_parser("verify", __doc__)
     parser.add_argument("--iterations", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     title = f"{options.iterations} iterations"
     return report(options, title, lambda: (measure(options.iterations, options.rounds), []))
