@@ -1,7 +1,6 @@
 """Fine-tuning, preference learning and group-relative learning, compared with TRL's trainers on the same work.
 
     python -m benchmarks against_trl           # prints a table and exits with 1 if a bound is missed
-    python benchmarks/against_trl.py --json    # the same as one JSON object
 
 Both train copies of one small Llama with AdamW on the same examples: the same batches, lengths and numbers of texts, on
 the CPU with one thread, without recomputing activations, with clipping at 1.0, one log line per LOG updates and no
@@ -12,14 +11,10 @@ are of CPU seconds, which other programs on the machine disturb less than wall-c
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
-import json
 import logging
-import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -32,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks.harness.results import Row, make_parser, ratios, report
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import DPOStrategy, GRPOStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
@@ -245,59 +241,39 @@ def measure(names: list[str], rounds: int, measured: int) -> dict[str, list[tupl
     return found
 
 
-def summary(found: dict[str, list[tuple[Pair, Pair]]]) -> dict[str, dict[str, float]]:
-    """Milliseconds of CPU per update, and how much less time we take: medians and spread."""
-    rows = {}
+def rows_of(found: dict[str, list[tuple[Pair, Pair]]]) -> list[Row]:
+    """How many times our processor time TRL takes for the same updates: medians and spread."""
+    rows = []
     for name, rounds in found.items():
-        wall, cpu = ([theirs[kind] / mine[kind] for mine, theirs in rounds] for kind in (0, 1))
-        rows[name] = {
-            "cpu_ms": statistics.median(mine[1] for mine, _ in rounds) * 1e3,
-            "trl_cpu_ms": statistics.median(theirs[1] for _, theirs in rounds) * 1e3,
-            "ratio": statistics.median(cpu), "least": min(cpu), "most": max(cpu),
-            "wall_ratio": statistics.median(wall),
-        }  # fmt: skip
+        (_, mine), (_, theirs) = (zip(*sides, strict=True) for sides in zip(*rounds, strict=True))
+        cpu = {"ours, CPU ms": statistics.median(mine) * 1e3, "TRL, CPU ms": statistics.median(theirs) * 1e3}
+        wall = statistics.median(trl[0] / ours[0] for ours, trl in rounds)
+        rows.append(
+            Row(
+                name=f"TRL / ours, {name}", kind="ratio", bound=BOUNDS[name], at_least=True,
+                also={**cpu, "wall clock": wall}, **ratios(theirs, mine),
+            )
+        )  # fmt: skip
     return rows
-
-
-def missed(rows: dict[str, dict[str, float]]) -> list[str]:
-    """The bounds that do not hold."""
-    return [
-        f"{name}: {row['ratio']:.2f} times TRL's speed, bound {BOUNDS[name]}"
-        for name, row in rows.items()
-        if row["ratio"] < BOUNDS[name]
-    ]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = make_parser("against_trl", __doc__)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=MEASURED, help="measured updates in a round [%(default)s]")
     parser.add_argument("--only", nargs="+", choices=list(WORK), default=list(WORK), metavar="NAME")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    try:
-        import trl
-    except ImportError as error:
-        print(f"absent: {error}; pip install -e '.[bench]'", file=sys.stderr)
-        return 2
-    rows = summary(measure(arguments.only, arguments.rounds, arguments.updates))
-    problems = missed(rows)
-    if arguments.json:
-        print(json.dumps({"rows": rows, "trl": trl.__version__, "missed": problems, "load": load}, indent=2))
-        return int(bool(problems))
-    print(f"{'an update':<12}{'CPU ms':>9}{'TRL, CPU ms':>13}{'ratio':>8}{'least':>8}{'most':>8}{'wall clock':>12}")
-    for name, row in rows.items():
-        print(
-            f"{name:<12}{row['cpu_ms']:>9.1f}{row['trl_cpu_ms']:>13.1f}{row['ratio']:>8.2f}{row['least']:>8.2f}"
-            f"{row['most']:>8.2f}{row['wall_ratio']:>12.2f}"
-        )
-    print(f"trl {trl.__version__}; the machine's load before: {load:.1f}")
-    for problem in problems:
-        print(f"missed: {problem}", file=sys.stderr)
-    return int(bool(problems))
+
+    def rows() -> tuple[list[Row], list[str]]:
+        try:
+            import trl
+        except ImportError as error:
+            return [], [f"TRL: absent: {error}; pip install -e '.[bench]'"]
+        return rows_of(measure(options.only, options.rounds, options.updates)), [f"trl {trl.__version__}"]
+
+    return report(options, "an update", rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """What a language model's training costs in each trainer: throughput and memory next to a hand-written loop.
 
-    python -m benchmarks language_model                # prints a table and exits with 1 if a bound is missed
-    python benchmarks/language_model.py --json         # the same as one JSON object
-    python benchmarks/language_model.py --iterations 100 --rounds 1 --growth 0 --only "ours, the demo's handlers"
+    python -m benchmarks language_model          # prints a table and exits with 1 if a bound is missed
+    python -m benchmarks language_model --iterations 100 --rounds 1 --growth 0 --only "ours, the demo's handlers"
 
 The model, the data and the settings are those of examples/byte_lm/config.yaml, on the CPU with one thread. Each
 contestant runs in its own process. They take turns: each trains a slice of 25 iterations, start and end included,
@@ -19,7 +18,6 @@ of 124 million parameters is trained there in bf16, with and without torch.compi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -35,8 +33,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # when run as a script
 from benchmarks.contestants.language_model import CONTESTANTS, SLICE, Task
+from benchmarks.harness.results import Row, make_parser, report
 
 SETTLED = 500  # iterations after which memory is to be flat
 THROUGHPUT, PEAK, GROWTH = 0.985, 1.1, 1024.0  # of the hand-written loop's, times the hand-written loop's, bytes
@@ -143,24 +141,35 @@ def seconds(runs: Sequence[Run], key: str = "seconds") -> float:
     return float(sum(statistics.median(each) for each in zip(*times, strict=True)))
 
 
-def summary(found: Mapping[str, list[Run]], task: Task) -> dict[str, dict[str, float]]:
-    """For each contestant its time, and its throughput and memory next to the hand-written loop's."""
-    rows: dict[str, dict[str, float]] = {}
+def rows_of(found: Mapping[str, list[Run]], task: Task, prefix: str = "") -> list[Row]:
+    """For each contestant its throughput and its memory next to the hand-written loop's."""
+    rows = []
     for name, runs in found.items():
-        reference = found[ALONE if name in (ALONE, OURS) else BY_HAND]
-        pairs = zip(reference, runs, strict=True)
-        ratios = [seconds([base]) / seconds([run]) for base, run in pairs]
-        peaks = [statistics.median(run["peak"] for run in each) for each in (runs, reference)]
-        rows[name] = {
-            "ms_per_iteration": 1e3 * seconds(runs) / task.iterations,
-            "throughput": seconds(reference) / seconds(runs),
-            "least": min(ratios),
-            "most": max(ratios),
-            "processor": seconds(reference, "processor") / seconds(runs, "processor"),
-            "peak_mib": peaks[0] / 2**20,
-            "times_peak": peaks[0] / peaks[1],
-            "helpers_mib": statistics.median(run["helpers"] for run in runs) / 2**20,
-        }
+        base = ALONE if name in (ALONE, OURS) else BY_HAND
+        took, peak, helpers = (
+            1e3 * seconds(runs) / task.iterations,
+            statistics.median(run["peak"] for run in runs) / 2**20,
+            statistics.median(run["helpers"] for run in runs) / 2**20,
+        )
+        also = {"ms": took, "peak, MiB": peak, "helpers, MiB": helpers}
+        if name == base:
+            rows.append(Row(name=prefix + name, unit="ms", measured=took, kind="absolute", also=also))
+            continue
+        reference = found[base]
+        shares = [seconds([theirs]) / seconds([mine]) for theirs, mine in zip(reference, runs, strict=True)]
+        also["processor"] = seconds(reference, "processor") / seconds(runs, "processor")
+        times = peak * 2**20 / statistics.median(run["peak"] for run in reference)
+        rows += [
+            Row(
+                name=f"{prefix}{name}, share of the throughput", kind="ratio", at_least=True, also=also,
+                bound=THROUGHPUT if name in (OURS, FULL) else None,
+                measured=seconds(reference) / seconds(runs), least=min(shares), most=max(shares),
+            ),
+            Row(
+                name=f"{prefix}{name}, times the peak memory", kind="size", measured=times,
+                bound=PEAK if name in (OURS, FULL) else None,
+            ),
+        ]  # fmt: skip
     return rows
 
 
@@ -176,87 +185,48 @@ def growth(names: Sequence[str], task: Task) -> dict[str, float]:
     return found
 
 
-def missed(rows: Mapping[str, Mapping[str, float]], grown: Mapping[str, float]) -> list[str]:
-    """The bounds that do not hold."""
-    found = []
-    for name in (OURS, FULL):
-        if name in rows and rows[name]["throughput"] < THROUGHPUT:
-            what = f"{rows[name]['throughput']:.3f} of the hand-written loop's throughput"
-            found.append(f"{name}: {what}; the bound is {THROUGHPUT}")
-        if name in rows and rows[name]["times_peak"] > PEAK:
-            what = f"{rows[name]['times_peak']:.2f} times the hand-written loop's peak memory"
-            found.append(f"{name}: {what}; the bound is {PEAK}")
-        if grown.get(name, 0.0) > GROWTH:
-            found.append(f"{name}: grows by {grown[name]:.0f} bytes an iteration; the bound is {GROWTH:.0f}")
-    return found
-
-
-def on_gpu(rounds: int, iterations: int) -> tuple[dict[str, dict[str, dict[str, float]]], str]:
+def on_gpu(rounds: int, iterations: int) -> tuple[list[Row], list[str]]:
     """The rows of each setting on a GPU, and why there are none."""
     if not torch.cuda.is_available():
-        return {}, "no GPU"
-    settings = {
-        f"124 M, bf16{', compiled' if compile else ''}": Task.of_124_million(iterations, compile=compile)
-        for compile in (False, True)
-    }
-    return {
-        name: summary(measure((BY_HAND, ALONE, OURS, FULL), task, rounds)[0], task) for name, task in settings.items()
-    }, ""
-
-
-def print_table(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
-    print(
-        f"{title:<32}{'ms':>8}{'throughput':>12}{'least':>8}{'most':>8}{'processor':>11}{'peak, MiB':>11}{'times':>7}"
-        f"{'helpers':>9}"
-    )
-    for name, row in rows.items():
-        print(
-            f"{name:<32}{row['ms_per_iteration']:>8.1f}{row['throughput']:>12.3f}{row['least']:>8.3f}"
-            f"{row['most']:>8.3f}{row['processor']:>11.3f}{row['peak_mib']:>11.0f}{row['times_peak']:>7.2f}"
-            f"{row['helpers_mib']:>9.0f}"
-        )
+        return [], ["124 M in bf16: skipped: there is no GPU"]
+    rows: list[Row] = []
+    for compiled in (False, True):
+        task = Task.of_124_million(iterations, compile=compiled)
+        found, _ = measure((BY_HAND, ALONE, OURS, FULL), task, rounds)
+        rows += rows_of(found, task, f"124 M, bf16{', compiled' if compiled else ''}: ")
+    return rows, []
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("language_model", __doc__)
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--growth", type=int, default=2000, help="iterations of the run whose memory is followed")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), metavar="NAME")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark itself")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    if min(arguments.iterations, arguments.rounds) < 1:
+    options = parser.parse_args()
+    if min(options.iterations, options.rounds) < 1:
         parser.error("--iterations and --rounds: need at least 1")
-    load = os.getloadavg()[0]
-    task = Task.tiny(arguments.iterations) if arguments.tiny else Task.demo(arguments.iterations)
-    names = [name for name in CONTESTANTS if name in (BY_HAND, ALONE, *arguments.only)]
-    found, absent = measure(names, task, arguments.rounds)
-    rows = summary(found, task)
-    followed = [name for name in (BY_HAND, OURS, FULL) if name in names]
-    grown = growth(followed, task.lasting(arguments.growth)) if arguments.growth > SETTLED else {}
-    gpu, skipped = on_gpu(arguments.rounds, arguments.iterations)
-    problems = missed(rows, grown)
-    for name, measured in gpu.items():
-        problems += [f"{name}: {problem}" for problem in missed(measured, {})]
-    if arguments.json:
-        results = {"rows": rows, "growth": grown, "gpu": gpu, "gpu_skipped": skipped, "absent": absent}
-        print(json.dumps({**results, "missed": problems, "load": load}, indent=2))
-        return int(bool(problems))
-    print_table(f"{task.iterations} iterations, CPU", rows)
-    for name, why in absent.items():
-        print(f"{name:<32}  absent: {why}")
-    for name, value in grown.items():
-        print(f"{name:<32}  grows by {value:,.0f} bytes an iteration after {SETTLED}")
-    for name, measured in gpu.items():
-        print_table(name, measured)
-    if skipped:
-        print(f"{'124 M, bf16':<32}  skipped: {skipped}")
-    print(f"the machine's load before: {load:.1f}")
-    for problem in problems:
-        print(f"missed: {problem}", file=sys.stderr)
-    return int(bool(problems))
+    task = Task.tiny(options.iterations) if options.tiny else Task.demo(options.iterations)
+    names = [name for name in CONTESTANTS if name in (BY_HAND, ALONE, *options.only)]
+
+    def rows() -> tuple[list[Row], list[str]]:
+        found, absent = measure(names, task, options.rounds)
+        followed = [name for name in (BY_HAND, OURS, FULL) if name in names]
+        grown = growth(followed, task.lasting(options.growth)) if options.growth > SETTLED else {}
+        more = [
+            Row(
+                name=f"{name}, growth after {SETTLED} iterations", unit="bytes an iteration", measured=value,
+                kind="size", bound=None if name == BY_HAND else GROWTH,
+            )
+            for name, value in grown.items()
+        ]  # fmt: skip
+        gpu, skipped = on_gpu(options.rounds, options.iterations)
+        notes = [f"{name}: absent: {why}" for name, why in absent.items()]
+        return [*rows_of(found, task), *more, *gpu], [*notes, *skipped]
+
+    return report(options, f"{task.iterations} iterations of the demo's GPT", rows)
 
 
 if __name__ == "__main__":

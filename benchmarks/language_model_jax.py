@@ -1,27 +1,22 @@
 """The byte-level GPT on JaxBackend, compared with a hand-written loop of one jitted optax step with donated buffers.
 
     python -m benchmarks language_model_jax          # prints a table and exits with 1 if a bound is missed
-    python benchmarks/language_model_jax.py --json   # the same as one JSON object
 
 All train the model of examples/byte_lm_jax on the same data with the settings of examples/byte_lm, validate after every
 turn on the same batches and read the mean loss every LOG iterations. Each has a process of its own, with one thread
 for computations, and the processes take turns: one turn is TURN iterations and a validation, after which nothing is
 left to compute. A loop is compared with the hand-written one in the same round; a figure is the median over the rounds.
 The trainer with the demo's handlers is compared with a hand-written loop that also saves its state every turn. The
-bounds are of wall-clock time, on an idle machine; the ratio of CPU seconds, which a busy machine disturbs less, is
-printed beside it.
+bounds are of wall-clock time; each time is printed beside its CPU time, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import multiprocessing
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # when run as a script
+from benchmarks.harness.results import Row, make_parser, ratios, report
 from examples.byte_lm.data import ByteWindows, loaders, standard_library
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Every, JaxBackend, PretrainStrategy
@@ -257,57 +252,34 @@ def measure(names: list[str], rounds: int, turn: int) -> tuple[dict[str, list[Se
     return seconds, memory
 
 
-def summary(seconds: dict[str, list[Seconds]], memory: dict[str, float], turn: int) -> dict[str, dict[str, float]]:
-    """For each contestant the median of an iteration, and its share of its peer's throughput: median and spread."""
-    rows = {}
+def rows_of(seconds: dict[str, list[Seconds]], memory: dict[str, float], turn: int) -> list[Row]:
+    """Each contestant's share of its peer's throughput: median and spread; with the time of an iteration."""
+    rows = []
     for name, taken in seconds.items():
         wall, cpu = (statistics.median(each) / turn * 1e3 for each in zip(*taken, strict=True))
-        rows[name] = {"iteration_ms": wall, "iteration_cpu_ms": cpu, "peak_mib": memory[name]}
-        peer = PEERS.get(name)
-        if peer in seconds:
-            pairs = list(zip(taken, seconds[peer], strict=True))
-            shares, of_cpu = ([theirs[kind] / mine[kind] for mine, theirs in pairs] for kind in (0, 1))
-            rows[name] |= {"ratio": statistics.median(shares), "least": min(shares), "most": max(shares)}
-            rows[name] |= {"cpu_ratio": statistics.median(of_cpu), "cpu_least": min(of_cpu), "cpu_most": max(of_cpu)}
+        also = {"ms": wall, "CPU ms": cpu, "peak, MiB": memory[name]}
+        if name not in PEERS:
+            rows.append(Row(name=f"{name}, an iteration", unit="ms", measured=wall, kind="absolute", also=also))
+            continue
+        mine, theirs = ([each[0] for each in of] for of in (taken, seconds[PEERS[name]]))
+        label = f"{name} / {PEERS[name]}, throughput"
+        rows.append(Row(name=label, kind="ratio", bound=BOUNDS[name], at_least=True, also=also, **ratios(theirs, mine)))
     return rows
-
-
-def missed(rows: dict[str, dict[str, float]]) -> list[str]:
-    """The bounds that do not hold."""
-    return [
-        f"{name}: {rows[name]['ratio']:.3f} of the throughput of {PEERS[name]}, bound {bound}"
-        for name, bound in BOUNDS.items()
-        if name in rows and rows[name]["ratio"] < bound
-    ]
 
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = make_parser("language_model_jax", __doc__)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turn", type=int, default=TURN, help="iterations of a turn [%(default)s]")
     parser.add_argument("--only", nargs="+", choices=list(BOUNDS), default=list(BOUNDS), metavar="NAME")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    names = [name for mine in arguments.only for name in (PEERS[mine], mine)]
-    rows = summary(*measure(names, arguments.rounds, arguments.turn), arguments.turn)
-    problems = missed(rows)
-    if arguments.json:
-        print(json.dumps({"rows": rows, "missed": problems, "load": load}, indent=2))
-        return int(bool(problems))
-    columns = {"ratio": "of its peer", "least": "least", "most": "most", "cpu_ratio": "CPU", "cpu_least": "least"}
-    columns["cpu_most"] = "most"
-    print(
-        f"{'the byte model on JAX':<28}{'ms':>9}{'CPU ms':>9}{'MiB':>7}{''.join(f'{t:>12}' for t in columns.values())}"
-    )
-    for name, row in rows.items():
-        shares = "".join(f"{row[key]:>12.3f}" for key in columns if key in row)
-        print(f"{name:<28}{row['iteration_ms']:>9.2f}{row['iteration_cpu_ms']:>9.2f}{row['peak_mib']:>7.0f}{shares}")
-    print(f"the machine's load before: {load:.1f}")
-    for problem in problems:
-        print(f"missed: {problem}", file=sys.stderr)
-    return int(bool(problems))
+    options = parser.parse_args()
+    names = [name for mine in options.only for name in (PEERS[mine], mine)]
+
+    def rows() -> tuple[list[Row], list[str]]:
+        return rows_of(*measure(names, options.rounds, options.turn), options.turn), []
+
+    return report(options, "the byte model on JAX", rows)
 
 
 if __name__ == "__main__":

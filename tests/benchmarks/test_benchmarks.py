@@ -32,6 +32,26 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
         ["--events", "5000"],
         {"first difference, in the middle, ms": 50.0, "first difference, near the end, ms": 50.0},
     ),
+    "against_trl": (
+        ["--rounds", "1", "--updates", "2"],
+        {"TRL / ours, SFT": 1.2, "TRL / ours, DPO": 1.2, "TRL / ours, GRPO": 1.1},
+    ),
+    "language_model": (
+        ["--tiny", "--iterations", "60", "--rounds", "1", "--growth", "0"],
+        {
+            "ours, share of the throughput": 0.985,
+            "ours, times the peak memory": 1.1,
+            "ours, the demo's handlers, share of the throughput": 0.985,
+            "ours, the demo's handlers, times the peak memory": 1.1,
+        },
+    ),
+    "language_model_jax": (
+        ["--rounds", "1", "--turn", "2"],
+        {
+            "ours / hand-written, throughput": 0.98,
+            "ours, the demo's handlers / hand-written, saving, throughput": 0.96,
+        },
+    ),
     "overhead": (
         ["--iterations", "2000", "--rounds", "1"],
         {"no handlers": 16.0, "10 handlers": 10.0, "10 handlers, every=100": 50.0},
@@ -111,6 +131,13 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
     ),
     "verify": (["--iterations", "40", "--rounds", "1"], {"verify / training": 1.03}),
 }
+PACKAGES = {
+    "against_trl": ["trl", "transformers", "datasets"],
+    "backends": ["jax"],
+    "cartpole": ["gymnasium"],
+    "language_model_jax": ["jax", "flax", "optax"],
+    "report": ["plotly"],
+}
 OPTIONAL = {  # rows of peers that need not be installed
     "SummaryWriter / recording": "torch.utils.tensorboard",
     "ours, the full set / Fabric": "lightning.fabric",
@@ -121,7 +148,7 @@ def measured(name: str, options: list[str]) -> tuple[Report, int]:
     # a Python of its own: jax's threads and a warm interpreter that forks do not go together
     command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json"]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # steps so small that threads would wait for each other
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=alone)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False, env=alone)
     assert done.stdout, done.stderr[-2000:]
     return Report.from_json(done.stdout.splitlines()[-1]), done.returncode
 
@@ -129,7 +156,7 @@ def measured(name: str, options: list[str]) -> tuple[Report, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_every_figure_with_a_bound_is_measured_and_decides_the_exit_status(name: str):
-    for package in {"cartpole": ["gymnasium"], "report": ["plotly"], "backends": ["jax"]}.get(name, []):
+    for package in PACKAGES.get(name, []):
         pytest.importorskip(package, reason=f"{package} is not installed")
     options, bounds = SMALL[name]
     report, code = measured(name, options)
