@@ -11,9 +11,10 @@ rounds; throughput is compared over the sum of all slices, and the spread is tha
 The hand-written loop uses the same fused optimizer and rates, clips, prints a line each 10 iterations, validates and
 saves at the demo's cadence, and generates the demo's sample at the end. `hand-written, validating only` does neither
 of the last two: it is compared with the Trainer without handlers, which does not either. Peak memory is that of the
-process that trains; processes that it starts are listed as helpers. Growth is the slope of the resident memory after
-500 iterations. Frameworks that are not installed are named (pip install -e '.[bench]'). Where there is a GPU, a model
-of 124 million parameters is trained there in bf16, with and without torch.compile.
+process that trains; processes that it starts are listed as helpers, if they run at the end of a slice. Growth is the
+slope of the resident memory after 500 iterations. Frameworks that are not installed are named (pip install -e
+'.[bench]'). Where there is a GPU, a model of 124 million parameters is trained there in bf16, with and without
+torch.compile.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def measure(names: Sequence[str], task: Task, rounds: int) -> tuple[dict[str, li
 def seconds(runs: Sequence[Run], key: str = "seconds") -> float:
     """Of a run whose slices each took their median time over these runs."""
     times: list[list[float]] = [[each[key] for each in run["slices"]] for run in runs]
-    return float(sum(statistics.median(each) for each in zip(*times, strict=True)))
+    medians: list[float] = [statistics.median(each) for each in zip(*times, strict=True)]
+    return sum(medians)
 
 
 def rows_of(found: Mapping[str, list[Run]], task: Task, prefix: str = "") -> list[Row]:

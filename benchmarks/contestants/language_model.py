@@ -142,12 +142,15 @@ class Gated(Dataset[Tensor]):
         return windows
 
 
-def gated_loaders(**arguments: int) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
+def gated_loaders(
+    *, batch_size: int, context: int, validation_batches: int
+) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
     """The example's loaders; training waits for its turns."""
     sys.path.insert(0, str(EXAMPLE))
-    training, validation = importlib.import_module("data").loaders(**arguments)
+    loaders = importlib.import_module("data").loaders
+    training, validation = loaders(batch_size=batch_size, context=context, validation_batches=validation_batches)
     gated = Gated(training.dataset)
-    return DataLoader(gated, batch_size=arguments["batch_size"], shuffle=True, drop_last=True), validation
+    return DataLoader(gated, batch_size=batch_size, shuffle=True, drop_last=True), validation
 
 
 def memory_of(process: int | str, entry: str) -> int:
