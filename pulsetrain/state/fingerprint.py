@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.state.digests import (
     WHOLE,
     bits_of,
@@ -146,9 +147,7 @@ class Fingerprint:
         if isinstance(value, _BYTES):
             return name, len(value), bytes_of(value)
         if isinstance(value, _OPAQUE):
-            if isinstance(value, IgniteEngine):
-                self.unseen.add(self._path)  # another run, whose state is not compared
-            return name
+            return self._engine(value) if isinstance(value, IgniteEngine) else name
         if isinstance(value, CONTAINERS) and not hasattr(kind, "close"):  # else it reads a file
             return self._container(value, depth), self._held_by_container(value, depth)
         try:
@@ -190,6 +189,12 @@ class Fingerprint:
         if inside:
             return kind, name, self._container(inside, depth)
         return (kind, name) if function or hasattr(value, "__dict__") else (kind, self._reduced(value, depth))
+
+    def _engine(self, value: IgniteEngine) -> Hashable:
+        """Of a second run: of a Trainer, how far it has come; an evaluator begins again each time that it is run."""
+        self.unseen.add(self._path)
+        far = (value.state.epoch, value.state.iteration) if isinstance(value, Engine) and is_training_run(value) else ()
+        return id(type(value)), far
 
     def _of_package(self, value: object, depth: int) -> Hashable:
         """Of an object from an installed package: the cells of a table, or its public attributes."""

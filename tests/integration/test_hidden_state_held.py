@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from pulsetrain import Checkpointer, Every, Loop, TrainingConfig
+from pulsetrain import Checkpointer, Every, Loop, Trainer, TrainingConfig
 from pulsetrain.engine import Engine, Events, SupervisedStrategy, TorchBackend
 from tests.support.cases import Make
 from tests.support.models import loader, pairs, regression_model
@@ -289,6 +289,21 @@ def test_a_second_engine_that_a_handler_runs_is_listed_as_not_seen(tmp_path: Pat
     made = run(tmp_path, lambda: {"attached": attach})
     cut_after(made, CUT)
     assert [each for each in made.checkpoint_state()["unsaved"]["not_seen"] if each.endswith("run_other.other")]
+
+
+def test_a_second_trainer_that_a_handler_trains_is_named(tmp_path: Path):
+    other = Trainer(
+        regression_model(), loader(8), strategy=SupervisedStrategy("mse"), config=TrainingConfig(max_epochs=9)
+    )
+
+    def attach(engine: Any) -> None:
+        @engine.on(Events.EPOCH_COMPLETED)
+        def train_other() -> None:
+            other.train_epoch()
+
+    with capture_logs() as logs:
+        cut_after(run(tmp_path, lambda: {"attached": attach}), CUT)
+    assert [each for each in warned(logs, "are in no checkpoint") if each.endswith("train_other.other")]
 
 
 def batches_of(loop: Loop, resume: str | None) -> Any:
