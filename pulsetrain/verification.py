@@ -43,6 +43,7 @@ class Verification:
     fingerprints: Mapping[str, bool] = field(default_factory=dict)  # part of the state -> whether it is the same
     causes: tuple[Cause, ...] = ()  # likeliest first
     changed: tuple[str, ...] = ()  # environment and settings that differ from run.json: possible causes
+    not_compared: tuple[str, ...] = ()  # types of events that only one of the two runs has, such as gradients_ready
     damage: tuple[str, ...] = ()  # of the log: damaged parts were not compared
 
     def __bool__(self) -> bool:
@@ -63,8 +64,10 @@ class Verification:
             lines = [f"{stretch}: not proven: {self.agreed:,} events agree bit for bit, but the log is damaged"]
         else:
             lines = [f"{stretch}: not reproduced, after {self.agreed:,} events that agree"]
+        if self.not_compared:
+            lines.append(f"not compared, since only one of the two runs has them: {', '.join(self.not_compared)}")
         if self.divergence is not None:
-            number = f"event {self.divergence.ord:,}, " if self.divergence.ord >= 0 else ""
+            number = f"event {self.divergence.a.ord:,}, " if self.divergence.ord >= 0 else ""
             lines.append(f"first difference: {number}{describe_event(self.divergence.a)}")
             lines.extend(field_table(self.divergence.fields, "recorded", "now"))
         if self.tensor is not None:
@@ -156,7 +159,12 @@ def verify(
             for each in environment_differences(recorded.get(part) or {}, now.get(part) or {})
         ]
         damage = tuple(map(str, log.damage))  # after all has been read
-        found = Verification(folder, rerun.start, rerun.end, check.agreed, changed=tuple(others), damage=damage)
+        found = Verification(
+            *(folder, rerun.start, rerun.end, check.agreed),
+            changed=tuple(others),
+            not_compared=tuple(check.left_out),
+            damage=damage,
+        )
         divergence = check.divergence or _other_end(expected.end, rerun)
         if divergence is None:
             tensors = rerun.tensors
@@ -218,10 +226,10 @@ def _changed_at_start(log: EventLog, rerun: Rerun) -> tuple[str, ...]:
 def _next_fingerprints(log: EventLog, rerun: Rerun, found: Divergence) -> tuple[LoggedEvent, LoggedEvent] | None:
     """Both sides' first state fingerprints from the difference on, if they are of the same iteration."""
     recorded, now = (
-        next((event for event in read if event.ord >= found.ord), None)
-        for read in (
-            log.read(event=STATE, seq=(found.a.seq, None)),
-            rerun.log().read(event=STATE, seq=(found.b.seq, None)),
+        next((event for event in read if event.ord >= first.ord), None)
+        for first, read in (
+            (found.a, log.read(event=STATE, seq=(found.a.seq, None))),
+            (found.b, rerun.log().read(event=STATE, seq=(found.b.seq, None))),
         )
     )
     if recorded is None or now is None or recorded.iteration != now.iteration:

@@ -21,7 +21,7 @@ from pulsetrain.engine.optimizers.groups import (
     rate_rule,
     trainable_of,
 )
-from pulsetrain.engine.optimizers.kernels import fused_pays
+from pulsetrain.engine.optimizers.kernels import fill_late_momentum, fused_pays
 from pulsetrain.engine.optimizers.muon import MuonWithAdamW, split_for_muon
 from pulsetrain.engine.optimizers.options import LEARNING_RATE, check_rates, checked_options
 from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class, refused
@@ -89,6 +89,8 @@ def create_optimizer(
         made = make(lr=learning_rate, weight_decay=weight_decay, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise refused(str(error), **{"name": name, **options}) from error
+    if name == "sgd" and options.get("fused"):
+        made.register_step_pre_hook(fill_late_momentum)
     if is_schedule_free(made):
         begin_training(made)
     return made

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
-__all__ = ["fused_pays"]
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["fill_late_momentum", "fill_momentum", "fused_pays"]
 
 # Where torch has a faster fused kernel. Microseconds per step on 2 CPU cores with torch 2.13, default / fused:
 #                     adamw        sgd, momentum 0.9   sgd, momentum 0   adagrad
@@ -42,3 +45,41 @@ def fused_pays(
         return False  # its first step differs, and fp16 may skip that step: see engine/step/precision.py
     # nn.Embedding(sparse=True) has sparse gradients, which no fused kernel supports
     return not any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give torch's fused SGD the momentum of parameters with a gradient that have none yet: zeros.
+
+    The kernel allocates the buffers in its first step, and zeros give the same step. It leaves them uninitialised if
+    fp16 skips that step, and it fails if only some parameters have them.
+
+    Raises:
+        ConfigurationError: the group has dampening, with which zeros would give another step.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None or optimizer.state[parameter].get("momentum_buffer") is not None:
+                continue
+            if group["dampening"]:
+                raise ConfigurationError(
+                    "the first step would differ if fp16 skips it, or if some parameters get their first gradient "
+                    "later than others; pass fused=False",
+                    "SGD",
+                    dampening=group["dampening"],
+                    fused=True,
+                )
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def fill_late_momentum(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+    """Before a step of torch's fused SGD: the same, but only after the first step, which thus stays torch's own.
+
+    A step costs a comparison more as long as every parameter has its momentum.
+    """
+    made = len(optimizer.state)
+    if made and made < sum(len(group["params"]) for group in optimizer.param_groups):
+        fill_momentum(optimizer)

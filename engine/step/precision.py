@@ -11,6 +11,7 @@ import torch
 
 from pulsetrain.engine.argument_checks import check_choice, check_positive
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.optimizers.kernels import fill_momentum
 
 __all__ = ["Precision", "autocast_of"]
 
@@ -104,7 +105,7 @@ class Precision:
         if self.scaler is None:
             _step_unless(skip, optimizer)
             return
-        _fill_momentum(optimizer)
+        fill_momentum(optimizer)
         if skip is not None:
             if not self._unscaled:
                 self.unscale(optimizer)
@@ -158,7 +159,7 @@ def _step_unless(skip: torch.Tensor | None, optimizer: Any) -> None:  # Any: a f
     if skip is None:
         optimizer.step()
     elif getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused kernel, which reads it on the device
-        _fill_momentum(optimizer)
+        fill_momentum(optimizer)
         optimizer.grad_scale, optimizer.found_inf = None, skip.float()
         try:
             optimizer.step()
@@ -166,29 +167,6 @@ def _step_unless(skip: torch.Tensor | None, optimizer: Any) -> None:  # Any: a f
             del optimizer.grad_scale, optimizer.found_inf
     elif not skip.item():
         optimizer.step()
-
-
-def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give torch's fused SGD its momentum before the first step.
-
-    It allocates the buffers in that step and leaves them uninitialised if fp16 skips it; zeros give the same step.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        if not group["fused"] or not group["momentum"]:
-            continue
-        for parameter in group["params"]:
-            if parameter.grad is None or "momentum_buffer" in optimizer.state[parameter]:
-                continue
-            if group["dampening"]:
-                raise ConfigurationError(
-                    "with fp16 the first step would differ where it is skipped; pass fused=False",
-                    "SGD",
-                    dampening=group["dampening"],
-                    fused=True,
-                )
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def autocast_of(backend: object) -> Callable[[], AbstractContextManager[None]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from pulsetrain.engine import Events
 from pulsetrain.engine.logs import get_logger
@@ -10,16 +12,21 @@ from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.result import describe_event, format_pair
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["ResumeCheck", "say_nothing_to_compare"]
+__all__ = ["OPTIONAL", "ResumeCheck", "compared_elsewhere", "say_nothing_to_compare"]
 
 _ENDS = ("terminate", "completed", "interrupt", "exception_raised")
 _NORM = Events.GRADIENTS_READY.value
 _UPDATE = Events.OPTIMIZER_STEP_COMPLETED.value
 _ITERATION = Events.ITERATION_COMPLETED.value
+# fired where a handler needs the norm, so that it depends on the handlers; METRICS_LOGGED repeats the norm
+OPTIONAL = {_NORM: "payload.metrics.grad_norm"}
+_compared_elsewhere: ContextVar[bool] = ContextVar("compared_elsewhere", default=False)
 
 
 class ResumeCheck(EventCheck):
     """Whether the deterministic events that a log holds after a checkpoint are reproduced, bit for bit.
+
+    GRADIENTS_READY is left out where only the log or only the resumed run has such events.
 
     Args:
         expected: those events.
@@ -28,7 +35,7 @@ class ResumeCheck(EventCheck):
     """
 
     def __init__(self, expected: Iterator[LoggedEvent], engine: str = "trainer", fires_updates: bool = True) -> None:
-        super().__init__(expected)
+        super().__init__(expected, OPTIONAL)
         self.with_values = 0  # events that agree and carry a loss or a gradient norm,
         self.after_update = 0  # and of these, those that the resumed run computed after an optimizer update
         self._engine, self._fires_updates = engine, fires_updates
@@ -96,24 +103,41 @@ class ResumeCheck(EventCheck):
                 "resumed, but an event differs from the one in the log: the runs differ from here on",
                 first=self.difference,
                 agreed_before=self.agreed,
+                **self._not_compared,
             )
         elif undecided and not self.waiting:
-            if self.after_update:
-                get_logger("handlers").info(
-                    "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
-                    events=self.agreed,
-                    with_loss_or_norm=self.with_values,
-                    after_update=self.after_update,
-                )
-            elif self.with_values:
-                get_logger("handlers").info(
-                    "resumed; the events after the checkpoint agree, but no loss or gradient norm among them is known "
-                    "to be computed after an update of the resumed run",
-                    events=self.agreed,
-                    with_loss_or_norm=self.with_values,
-                )
-            else:
-                say_nothing_to_compare("no event after the checkpoint carries a loss or a gradient norm", self.agreed)
+            self._report()
+
+    def leave_out(self, event: str) -> None:
+        undecided = self.waiting
+        super().leave_out(event)
+        if undecided and not self.waiting:
+            self._report()
+
+    def _report(self) -> None:
+        """All is compared: log what agrees."""
+        if self.after_update:
+            get_logger("handlers").info(
+                "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
+                events=self.agreed,
+                with_loss_or_norm=self.with_values,
+                after_update=self.after_update,
+                **self._not_compared,
+            )
+        elif self.with_values:
+            get_logger("handlers").info(
+                "resumed; the events after the checkpoint agree, but no loss or gradient norm among them is known "
+                "to be computed after an update of the resumed run",
+                events=self.agreed,
+                with_loss_or_norm=self.with_values,
+                **self._not_compared,
+            )
+        else:
+            say_nothing_to_compare("no event after the checkpoint carries a loss or a gradient norm", self.agreed)
+
+    @property
+    def _not_compared(self) -> dict[str, list[str]]:
+        return {"not_compared": self.left_out} if self.left_out else {}
 
     def close(self) -> None:
         """The resumed run has ended: log it if some of the expected events were not compared."""
@@ -122,7 +146,18 @@ class ResumeCheck(EventCheck):
                 "resumed; the run ended before it had repeated all events that the log held after the checkpoint",
                 agreed=self.agreed,
                 with_loss_or_norm=self.with_values,
+                **self._not_compared,
             )
+
+
+@contextmanager
+def compared_elsewhere() -> Iterator[None]:
+    """Inside the block, a checkpoint is loaded for a comparison that reports its own result."""
+    token = _compared_elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _compared_elsewhere.reset(token)
 
 
 def say_nothing_to_compare(reason: str, events: int = 0) -> None:
@@ -132,7 +167,8 @@ def say_nothing_to_compare(reason: str, events: int = 0) -> None:
         reason: why there is none.
         events: how many events agree.
     """
-    get_logger("handlers").info("resumed; nothing to compare", reason=reason, events=events)
+    if not _compared_elsewhere.get():
+        get_logger("handlers").info("resumed; nothing to compare", reason=reason, events=events)
 
 
 def _has_values(event: LoggedEvent) -> bool:
@@ -148,5 +184,5 @@ def _repeated(log: EventLog, attempt: tuple[int, int], engine: str) -> Iterator[
     for event in log.attempt(*attempt):
         if event.engine == engine and event.event in _ENDS:
             return
-        if event.ord >= 0 and not event.open:
+        if event.ord >= 0 and (event.event in OPTIONAL or not event.open):
             yield event

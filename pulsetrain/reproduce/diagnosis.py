@@ -74,9 +74,12 @@ def _from_event(evidence: Evidence) -> list[Cause]:
     found = []
     if settings := _changed(evidence, "settings"):
         found.append(Cause("settings", "; ".join(settings)))
-    if now.event == was.event == BATCH:
+    is_other_event = "event" in fields or "engine" in fields  # whose fields say nothing about the first one's
+    if is_other_event:
+        found.append(Cause("handlers", f"{now.engine} fired {now.event} in place of {was.engine}'s {was.event}"))
+    elif now.event == BATCH:
         found.append(Cause("data", "the batch differs: the data, their order or their random augmentation has changed"))
-    if any(name == "lr" or name.startswith(("lr.", "payload.learning_rates")) for name in fields):
+    elif any(name == "lr" or name.startswith(("lr.", "payload.learning_rates")) for name in fields):
         found.append(Cause("learning rate", "the schedule, or the rate of the optimizer, has changed"))
     if evidence.repeats is False:
         text = "two reruns from the same checkpoint differ: a kernel, a thread or an outside input is random; "
@@ -86,8 +89,6 @@ def _from_event(evidence: Evidence) -> list[Cause]:
         if evidence.from_scratch:
             text += "; possibly when the model is made: another model, or changed code"
         found.append(Cause("random numbers", text))
-    if "event" in fields or "engine" in fields:
-        found.append(Cause("handlers", f"{now.engine} fired {now.event} in place of {was.engine}'s {was.event}"))
     return found
 
 

@@ -27,6 +27,7 @@ from pulsetrain.handlers import (
     Throughput,
 )
 from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerprint_of
+from pulsetrain.handlers.recorder.resume_check import OPTIONAL, compared_elsewhere
 from pulsetrain.reproduce.tensor_check import TensorCheck
 from pulsetrain.trainer import Trainer
 
@@ -129,7 +130,8 @@ class Rerun:
             if run is not None:
                 self.recorder.repeat(EventLog(run))
         else:
-            trainer.load_checkpoint(checkpoint)
+            with compared_elsewhere():
+                trainer.load_checkpoint(checkpoint)
             self.start = self.end = trainer.state.iteration
         self.tensors = TensorCheck(trainer, run, detached) if run is not None else None
 
@@ -234,7 +236,7 @@ class ExpectedEvents:
                 if event.event in ENDINGS:
                     self.end = None if self._stopped_from_outside else event
                     return
-            if event.ord >= 0 and not event.open:
+            if event.ord >= 0 and (event.event in OPTIONAL or not event.open):
                 yield event
 
 
@@ -242,7 +244,7 @@ class _TerminatingCheck(EventCheck):
     """Terminates the trainer's run at the first difference, or after the last expected event."""
 
     def __init__(self, expected: ExpectedEvents, trainer: Trainer) -> None:
-        super().__init__(iter(expected))
+        super().__init__(iter(expected), OPTIONAL)
         self._expected_end = expected
         self._trainer = trainer
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pulsetrain.config import BOUNDS, TrainingConfig
-from pulsetrain.engine import Backend, CheckpointError, State
+from pulsetrain.engine import LAST, Backend, CheckpointError, Engine, Events, Phase, State, is_training_run
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
@@ -18,6 +18,7 @@ from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.diff.environments import environment_differences
+from pulsetrain.handlers import EventRecorder
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
@@ -36,7 +37,8 @@ _FIRST_COUNTERS = (  # which every checkpoint of this format has
     "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
 )  # fmt: skip
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
-_MAY_CHANGE = (*BOUNDS, "log_every_n_steps", "run_dir")
+_LOG_POINTS = "log_every_n_steps"
+_MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
 _REQUIRED = (
@@ -158,6 +160,13 @@ class MadeWith(PartOf[_Described]):
         owner: the training run.
     """
 
+    _log_points_differ = False  # from those of the checkpoint's run
+
+    def attach(self, engine: Engine) -> None:
+        engine.bus.subscribe(
+            Events.CHECKPOINT_LOADED, self._leave_out_log_points, sender=engine, phase=Phase.PERSIST, order=LAST
+        )
+
     def state_dict(self) -> StateDict:
         backend = self._owner.backend
         return {
@@ -187,6 +196,15 @@ class MadeWith(PartOf[_Described]):
             differences = environment_differences(before, now)
             if differences:
                 get_logger("pulsetrain").warning(message, differences=differences)
+        self._log_points_differ = state["settings"].get(_LOG_POINTS) != current["settings"].get(_LOG_POINTS)
+
+    def _leave_out_log_points(self, engine: Engine) -> None:
+        """After the recorders have begun their comparison: METRICS_LOGGED is fired at other iterations than before."""
+        if not self._log_points_differ or not is_training_run(engine):
+            return
+        for handler in engine.handlers:
+            if isinstance(handler, EventRecorder) and handler.resume_check is not None:
+                handler.resume_check.leave_out(Events.METRICS_LOGGED.value)
 
 
 class BackendPart(OwnedPart[Backend]):

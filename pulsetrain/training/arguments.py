@@ -13,7 +13,7 @@ from pulsetrain.engine.argument_checks import check_choice, check_type
 from pulsetrain.engine.data.loaders import can_be_read_once
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
-from pulsetrain.engine.schedules import build_schedule
+from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import (
@@ -33,6 +33,7 @@ __all__ = [
     "check_kinds",
     "check_metric_names",
     "configured_handlers",
+    "configured_schedules",
     "named_loaders",
     "resolve_strategy",
     "writes_for_all",
@@ -146,19 +147,10 @@ def configured_handlers(
             handlers=[LRScheduler, LRScheduler],
         )
     added: list[object] = []
-    asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
-    if config.schedule is not None and (config.schedule != "constant" or asked_for):
+    if _has_schedule(config):
         _refuse_second("schedule", config.schedule, LRScheduler, given)
-        for name, part in parts_of(optimizer).items():
-            schedule = build_schedule(
-                config.schedule,
-                float(part.defaults.get("lr", part.param_groups[0]["lr"])),  # possibly a tensor
-                total_steps=length.total_updates,
-                warmup_steps=config.warmup_steps,
-                min_lr_ratio=config.min_lr_ratio,
-                **config.schedule_options,
-            )
-            added.append(LRScheduler(schedule, name or None))
+        schedules = configured_schedules(config, optimizer, length.total_updates)
+        added.extend(LRScheduler(schedule, name or None) for name, schedule in schedules.items())
     if config.early_stopping_patience is not None:
         _refuse_second("early_stopping_patience", config.early_stopping_patience, EarlyStopping, given)
         added.append(EarlyStopping(patience=config.early_stopping_patience))
@@ -166,6 +158,34 @@ def configured_handlers(
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
     return added
+
+
+def configured_schedules(
+    config: TrainingConfig, optimizer: torch.optim.Optimizer, total_updates: int | None
+) -> dict[str, Schedule]:
+    """The schedule that settings ask for, for each optimizer by its name; empty if they ask for none.
+
+    Raises:
+        ConfigurationError: a setting does not fit the schedule, or the schedule needs the number of updates.
+    """
+    if not _has_schedule(config):
+        return {}
+    return {
+        name: build_schedule(
+            str(config.schedule),
+            float(part.defaults.get("lr", part.param_groups[0]["lr"])),  # possibly a tensor
+            total_steps=total_updates,
+            warmup_steps=config.warmup_steps,
+            min_lr_ratio=config.min_lr_ratio,
+            **config.schedule_options,
+        )
+        for name, part in parts_of(optimizer).items()
+    }
+
+
+def _has_schedule(config: TrainingConfig) -> bool:
+    asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
+    return config.schedule is not None and (config.schedule != "constant" or bool(asked_for))
 
 
 def _refuse_second(setting: str, value: object, kind: type, given: Sequence[object]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 from pulsetrain.engine import Engine
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.training.arguments import configured_schedules
 
 __all__ = ["fix"]
 
@@ -33,20 +36,47 @@ class _Fixed:
 
     def __set__(self, trainer: Engine, value: object) -> None:
         held, name = vars(trainer), self._name
-        is_made = held.get("_is_made", False) and value is not held.get(name)
-        if is_made and (name != "train_loader" or trainer.is_running or trainer.is_paused):
-            raise ConfigurationError(
-                f"cannot be replaced: the trainer would continue with the one that it has; {_INSTEAD[name]}",
-                "Trainer",
-                **{name: type(value)},
-            )
+        if held.get("_is_made", False) and value is not held.get(name):
+            if name != "train_loader" or trainer.is_running or trainer.is_paused:
+                self._refuse("cannot be replaced", value)
+            _measure(trainer, value)
         held[name] = value
+
+    def __delete__(self, trainer: Engine) -> None:
+        self._refuse("cannot be deleted", vars(trainer).get(self._name))
+
+    def _refuse(self, rule: str, value: object) -> NoReturn:
+        raise ConfigurationError(
+            f"{rule}: the trainer would continue with the one that it has; {_INSTEAD[self._name]}",
+            "Trainer",
+            **{self._name: type(value)},
+        )
+
+
+def _measure(trainer: Any, loader: Any) -> None:
+    """Measure the length of the next run over these batches.
+
+    Raises:
+        ConfigurationError: the configured schedule was made for another length, or a run over them could not learn.
+    """
+    length, config, optimizer = trainer.length, trainer.config, trainer.optimizer
+    with length.over(loader) as before:
+        length.measure(trainer.strategy, trainer.backend)
+        length.check()
+        schedules = [configured_schedules(config, optimizer, total) for total in (before, length.total_updates)]
+        if schedules[0] != schedules[1]:
+            raise ConfigurationError(
+                f"the schedule {config.schedule!r} was made for a run of {before} updates, and one over this data has "
+                f"{length.total_updates}; make a new Trainer with it",
+                "Trainer",
+                train_loader=type(loader),
+            )
 
 
 def fix(kind: type[Engine]) -> None:
-    """Let a class refuse other values for the attributes that its parts have been made with.
+    """Let a class refuse to replace or delete the attributes that its parts have been made with.
 
-    Raises, when one is set: ConfigurationError.
+    Raises, when one is set or deleted: ConfigurationError.
     """
     for name in _INSTEAD:
         setattr(kind, name, _Fixed(name))

@@ -15,6 +15,7 @@ from pulsetrain.handlers import LossSpikeGuard, NaNGuard
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
+from pulsetrain.training.untrained import UntrainedParameters
 
 __all__ = ["MetricsReporter"]
 
@@ -34,6 +35,7 @@ class MetricsReporter:
         self.losses = Losses()
         self.named_losses = {f"{name}_loss": Losses() for name in stepper.optimizers or ()}  # whose sum is the loss
         self._rate = Rate()
+        self._untrained = UntrainedParameters(stepper.store.module, stepper.store.optimizer)
         self._warned = False  # of a loss that is not finite
         self.reset()
 
@@ -62,6 +64,7 @@ class MetricsReporter:
             self._announce_skipped()
         if not self.losses.count("log"):
             return
+        self._untrained.warn()
         if not engine.hears(Events.METRICS_LOGGED):
             if self._would_warn():  # else nobody needs the loss on the host
                 self._warn_unless_finite(self.losses.peek("log").item())
@@ -112,6 +115,7 @@ class MetricsReporter:
         """An epoch begins with its first batch: the losses of a discarded epoch are not in its mean."""
         for losses in self._all_losses():
             losses.forget("epoch")
+        self._untrained.begin_epoch()
         self.history.keep_provisional()
 
     def end_epoch(self) -> None:

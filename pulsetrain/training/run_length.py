@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -134,6 +135,17 @@ class RunLength:
                 "give a DataLoader or a list, or bound the run by max_iterations"
             )
             raise refused(config, rule, "max_epochs")
+
+    @contextmanager
+    def over(self, loader: Iterable[Any]) -> Iterator[int | None]:
+        """Become the length of a run over other data, unless the block raises; gives the total updates before that."""
+        before, total = dict(vars(self)), self.total_updates
+        self._loader, self.epoch_length, self._tokens_a_batch = loader, length_of(loader), None
+        try:
+            yield total
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
         """Count the tokens of the first batches, if the length depends on them; the generators stay as they were.

@@ -282,6 +282,67 @@ def test_the_data_can_be_replaced_between_runs_alone():
     assert run.state.iteration == 3
 
 
+@pytest.mark.parametrize("name", [*REPLACEMENTS, "train_loader"])
+def test_what_the_run_uses_cannot_be_deleted(name: str):
+    run = trainer({"max_epochs": 1})
+    held, refusals = getattr(run, name), []
+    try:
+        delattr(run, name)
+    except (ConfigurationError, AttributeError) as error:
+        refusals.append(str(error))
+    assert ["cannot be deleted: the trainer would continue with the one that it has" in each for each in refusals] == [
+        True
+    ]
+    assert getattr(run, name) is held
+
+
+def test_the_length_of_a_run_is_that_of_its_data():
+    run = trainer({"max_epochs": 2})
+    run.train_loader = [*run.train_loader][:3]
+    assert (run.total_iterations, run.length.total_updates) == (6, 6)
+    run.train()
+    assert run.state.iteration == 6
+
+
+def test_the_length_in_tokens_is_measured_again():
+    config = TrainingConfig(max_tokens=600)
+    run = Trainer(Tokens(8), [torch.ones(1, 21, dtype=torch.long)] * 50, strategy="pretrain", config=config)
+    assert run.total_iterations == 30
+    run.train_loader = [torch.ones(1, 41, dtype=torch.long)] * 50
+    assert run.total_iterations == 15
+
+
+@pytest.mark.parametrize(
+    ("settings", "depends"),
+    [
+        ({"schedule": "cosine"}, True),
+        ({"schedule": "linear", "warmup_steps": 4}, True),
+        ({"schedule": "constant", "warmup_steps": 4}, False),
+        ({"schedule": "cosine", "max_epochs": None, "max_iterations": 20}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_data_of_another_length_is_refused_only_if_the_schedule_depends_on_it(
+    settings: dict[str, Any], depends: bool, trained_before: bool
+):
+    run = trainer({"max_epochs": 2, **settings})
+    if trained_before:
+        run.train()
+    held, total, refusals = run.train_loader, run.total_iterations, []
+    run.train_loader = held = list(held)  # of the same length
+    try:
+        run.train_loader = held[:6]
+    except ConfigurationError as error:
+        refusals.append(str(error))
+    assert len(refusals) == depends
+    if depends:
+        assert "was made for a run of 20 updates, and one over this data has 12; make a new Trainer" in refusals[0]
+        assert (run.train_loader, run.total_iterations) == (held, total)
+    run.train()
+    assert run.state.iteration == run.total_iterations
+
+
 def test_a_subclass_may_ask_for_its_model_before_it_has_one():
     class Lazy(Trainer):
         def __init__(self) -> None:

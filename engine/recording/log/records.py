@@ -77,9 +77,18 @@ def deterministic(event: LoggedEvent, line: bytes) -> bytes:
         return b""
     if event.observed is None and not event.open:
         return line[: -_AROUND - len(str(event.seq))]
+    return encoded(without_observed(event))[: -_AROUND - len(str(event.seq))]
+
+
+def without_observed(event: LoggedEvent) -> LoggedEvent:
+    """The event with what a repeated run must reproduce of its payload; complete.
+
+    >>> payload = {"metrics": {"val/loss": 0.5}, "seconds": 1.5}
+    >>> without_observed(LoggedEvent(0, payload=payload, observed={"seconds": 1.5})).payload
+    {'metrics': {'val/loss': 0.5}}
+    """
     payload = event.payload if event.observed is None else _without(event.payload, event.observed) or None
-    plain = msgspec.structs.replace(event, payload=payload, observed=None, open=False)
-    return encoded(plain)[: -_AROUND - len(str(event.seq))]
+    return msgspec.structs.replace(event, payload=payload, observed=None, open=False)
 
 
 def deterministic_parts(events: Sequence[LoggedEvent], lines: Sequence[bytes]) -> list[bytes]:

@@ -84,6 +84,34 @@ def test_fused_kernels_are_taken_where_they_pay():
     assert create_optimizer(small(), "adamw", 0.1, foreach=True).defaults["fused"] is None
 
 
+@pytest.mark.parametrize("name", [*TORCHS, "lion", "muon"])
+def test_a_parameter_may_get_its_first_gradient_later_than_the_others(name: str):
+    trained, failures = [], []
+    for options in ({}, {"fused": False} if name in ("adamw", "adam", "sgd", "adagrad") else {}):
+        model = small()
+        optimizer = create_optimizer(model, name, 0.01, **options)
+        model[0].requires_grad_(False)
+        train(model, optimizer, steps=2)
+        model[0].requires_grad_(True)
+        try:
+            trained.append(train(model, optimizer, steps=3))
+        except TypeError as error:
+            failures.append(f"{name}: {error}")
+    assert failures == []
+    torch.testing.assert_close(*trained)
+
+
+def test_the_momentum_of_a_parameter_that_comes_late_begins_with_its_first_gradient():
+    model = small()
+    optimizer = create_optimizer(model, "sgd", 0.1)
+    model[0].requires_grad_(False)
+    train(model, optimizer, steps=1)
+    assert len(optimizer.state) == 2  # the others have no momentum before
+    model[0].requires_grad_(True)
+    train(model, optimizer, steps=1)
+    assert all(torch.equal(optimizer.state[each]["momentum_buffer"], each.grad) for each in model[0].parameters())
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch's Adagrad
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_sparse_gradients_still_work(name):

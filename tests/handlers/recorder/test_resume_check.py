@@ -14,14 +14,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Engine, Events, Every, SupervisedStrategy
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.events.payloads import MetricsLogged
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
-from pulsetrain.handlers import Checkpointer, EventRecorder
+from pulsetrain.handlers import Checkpointer, EventRecorder, NaNGuard
 from pulsetrain.handlers.recorder.resume_check import ResumeCheck
 
 
 def make(
-    folder: Path, *, scale: float = 1.0, activation: nn.Module | None = None, grad_norm: bool | None = True
+    folder: Path,
+    *,
+    scale: float = 1.0,
+    activation: nn.Module | None = None,
+    grad_norm: bool | None = True,
+    log_every: int = 5,
 ) -> Trainer:
     torch.manual_seed(0)
     inputs = torch.randn(40, 4)
@@ -31,7 +37,7 @@ def make(
         DataLoader(data, batch_size=4, shuffle=True),
         DataLoader(data, batch_size=20),
         strategy=SupervisedStrategy("mse"),
-        config=TrainingConfig(max_epochs=3, log_every_n_steps=5, accumulate=2, seed=0),
+        config=TrainingConfig(max_epochs=3, log_every_n_steps=log_every, accumulate=2, seed=0),
         handlers=[
             Checkpointer(folder, every=Every(iterations=6), keep_last=20),
             EventRecorder(folder, grad_norm=grad_norm),
@@ -224,6 +230,107 @@ def test_of_several_attempts_the_longest_counts(tmp_path: Path):
     assert check.difference is not None
     assert "output.loss: 2.0 in the log" in check.difference
     assert ResumeCheck.of_log(EventLog(tmp_path), after=99, engine="trainer") is None
+
+
+NORM = "gradients_ready"
+
+
+def events_of(text: str) -> list[LoggedEvent]:
+    """Events from letters: s starts an iteration, n has the norm, u is the update, c completes; N is an open norm."""
+    names = {
+        "s": "iteration_started",
+        "n": NORM,
+        "N": NORM,
+        "u": "optimizer_step_completed",
+        "c": "iteration_completed",
+    }
+    found = []
+    for ord, letter in enumerate(text):
+        iteration = 1 + text[:ord].count("c")
+        payload = {"grad_norm": 0.5 * iteration} if letter == "n" else None
+        output = {"loss": 1.0 / iteration} if letter == "c" else None
+        event = LoggedEvent(10 + ord, "trainer", names[letter], 1, iteration, payload, output, seq=10 + ord)
+        event.open = letter == "N"
+        found.append(event)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("log", "now", "left_out", "agree"),
+    [
+        ("snucsnuc", "sucsuc", [NORM], True),
+        ("sucsuc", "snucsnuc", [NORM], True),
+        ("snucsnuc", "snucsnuc", [], True),
+        ("sucsuc", "sucsuc", [], True),
+        ("nucsnuc", "ucsuc", [NORM], True),
+        ("snucsNuc", "sucsuc", [NORM], True),
+        ("snucsnuc", "snucsuc", [], False),  # only some of one side's
+        ("snucsuc", "snucsnuc", [], False),
+        ("snucsuc", "sucsnuc", [NORM], False),  # some of either side
+        ("sucsnuc", "snucsuc", [NORM], False),
+        ("snucsnuc", "sucssc", [NORM], False),  # another event lacks as well
+    ],
+)
+def test_gradient_norms_are_left_out_where_only_one_side_has_any(log: str, now: str, left_out: list[str], agree: bool):
+    check = ResumeCheck(iter(events_of(log)))
+    for event in events_of(now):
+        check.see(event)
+    assert (check.difference is None, check.difference) == (agree, None if agree else check.difference)
+    if agree:
+        assert not check.waiting
+        assert check.agreed == min(len(log), len(now))
+        assert check.left_out == left_out
+
+
+def test_a_difference_is_found_where_norms_are_left_out():
+    check = ResumeCheck(iter(events_of("snucsnuc")))
+    now = events_of("sucsuc")
+    now[-1].output = {"loss": 0.25}
+    for event in now:
+        check.see(event)
+    assert (
+        check.difference
+        == "trainer's iteration_completed at epoch 1, iteration 2: output.loss: 0.5 in the log, 0.25 now"
+    )
+
+
+@pytest.mark.parametrize(("before", "now"), [([], [NaNGuard]), ([NaNGuard], [])], ids=["added", "removed"])
+def test_a_guard_may_be_added_or_removed_at_a_resume(tmp_path: Path, before: list[Any], now: list[Any]):
+    first = make(tmp_path, grad_norm=False)
+    for guard in before:
+        guard().attach(first)
+    killed_at(first, 25)  # in the third epoch; the last checkpoint is at 24
+    kept = CheckpointManager(tmp_path / "checkpoints")
+    while (latest := kept.get_latest()) is not None and load_checkpoint(latest)["counters"]["iteration"] > 12:
+        shutil.rmtree(latest)
+    run = make(tmp_path, grad_norm=False)
+    for guard in now:
+        guard().attach(run)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert "exactly" in entry["event"], entry
+    assert entry["not_compared"] == [NORM]
+
+
+@pytest.mark.parametrize(("before", "now"), [(5, 2), (50, 3), (3, 5)])
+def test_the_log_points_may_change_at_a_resume(tmp_path: Path, before: int, now: int):
+    killed_at(make(tmp_path, log_every=before), 17)  # the last checkpoint is at 12
+    run = make(tmp_path, log_every=now)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert "exactly" in entry["event"], entry
+    assert entry.get("not_compared") == ["metrics_logged"]
+
+
+def test_log_points_are_compared_where_they_have_not_changed(tmp_path: Path):
+    killed_at(make(tmp_path), 17)
+    run = make(tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert "not_compared" not in entry
 
 
 def test_times_and_rates_are_not_compared(tmp_path: Path):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch.utils.data import DataLoader
 
@@ -20,7 +21,7 @@ from pulsetrain import EventLog, Trainer, verify
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
-from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, Fingerprints
+from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, Fingerprints, NaNGuard
 from tests.support import runs_honest
 from tests.support.models import loader, pairs, regression_model, trainer
 from tests.support.stateful_parts import CountingRows
@@ -93,6 +94,42 @@ def test_a_function_that_takes_a_folder_gets_a_temporary_one(run: Path):
     assert len(given) == 1
     assert run not in given[0].parents
     assert not given[0].exists()
+
+
+@pytest.mark.parametrize(("before", "now"), [([], [NaNGuard]), ([NaNGuard], [])], ids=["added", "removed"])
+def test_a_guard_that_is_added_or_removed_differs_in_gradient_norms_alone(
+    tmp_path: Path, before: list[Any], now: list[Any]
+):
+    def make(guards: list[Any]) -> Trainer:
+        run = build(tmp_path, grad_norm=False)
+        for guard in guards:
+            guard().attach(run)
+        return run
+
+    make(before).train()
+    found = verify(tmp_path, lambda: make(now), from_iteration=12)
+    assert found, str(found)
+    assert "not compared, since only one of the two runs has them: gradients_ready" in str(found)
+
+
+def test_an_event_in_place_of_another_is_blamed_on_the_handlers(run: Path):
+    def make() -> Trainer:
+        trainer = build(run)
+        trainer.register_events("spike_seen")
+        trainer.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED(once=14), lambda e: e.fire("spike_seen"))
+        return trainer
+
+    found = verify(run, make, from_iteration=12)
+    assert found.divergence is not None
+    assert "event" in found.divergence.fields
+    assert [cause.kind for cause in found.causes] == ["handlers"]
+
+
+def test_verifying_reports_only_its_own_result(run: Path):
+    with structlog.testing.capture_logs() as logs:
+        found = verify(run, lambda: build(run), from_iteration=12)
+    assert found, str(found)
+    assert [entry["event"] for entry in logs if "resumed" in entry["event"]] == []
 
 
 class Swapped(torch.utils.data.Dataset):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from pulsetrain import Trainer
@@ -82,3 +84,51 @@ def test_validation_sees_the_averaged_weights_of_a_schedule_free_optimizer(name:
     assert raw != pytest.approx(averaged, rel=1e-3)
     assert run.evaluator.run(loader(12, shuffle=False)).metrics["loss"] == pytest.approx(averaged, rel=1e-5)
     assert loss() == raw
+
+
+def unfreezing(frozen_first: bool, add: bool = False, **settings: Any) -> Trainer:
+    """A run whose handler unfreezes the first layer at the start of its second epoch."""
+    model = regression_model()
+    if frozen_first:
+        model[0].requires_grad_(False)
+    run = trainer({"max_epochs": 3, **settings}, model=model)
+    model[0].requires_grad_(False)
+
+    @run.on(Events.EPOCH_STARTED(once=2))
+    def unfreeze() -> None:
+        model[0].requires_grad_(True)
+        if add:
+            run.optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    return run
+
+
+def warnings_of(run: Trainer) -> list[Any]:
+    with structlog.testing.capture_logs() as logs:
+        run.train()
+    return [entry for entry in logs if entry["log_level"] == "warning"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"log_every_n_steps": 1000}], ids=["log points", "the run's end"])
+def test_a_parameter_that_was_frozen_when_the_trainer_was_made_is_named_when_it_should_train(settings: dict[str, int]):
+    run = unfreezing(frozen_first=True, **settings)
+    before = run.model[0].weight.clone()
+    warnings = warnings_of(run)
+    assert torch.equal(run.model[0].weight, before)
+    assert [(each["first"], each["parameters"]) for each in warnings] == [("0.weight", 2)]
+    assert "in no group of the optimizer" in warnings[0]["event"]
+    assert "freeze parameters after the Trainer is made" in warnings[0]["event"]
+
+
+@pytest.mark.parametrize(("frozen_first", "add"), [(False, False), (True, True)])
+def test_a_parameter_that_is_frozen_later_or_added_to_the_optimizer_trains(frozen_first: bool, add: bool):
+    run = unfreezing(frozen_first, add)
+    before = run.model[0].weight.clone()
+    assert warnings_of(run) == []
+    assert not torch.equal(run.model[0].weight, before)
+
+
+def test_a_parameter_that_stays_frozen_is_not_named():
+    model = regression_model()
+    model[0].requires_grad_(False)
+    assert warnings_of(trainer({"max_epochs": 2}, model=model)) == []
