@@ -79,9 +79,11 @@ def take_dtypes(module: nn.Module, saved: Mapping[str, object]) -> dict[str, tup
     held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in held:
         value = saved.get(name)
-        if type(value) not in (torch.Tensor, nn.Parameter) or value.dtype == tensor.dtype:  # type: ignore[union-attr]
+        if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
             continue
-        dtype: torch.dtype = value.dtype  # type: ignore[union-attr]  # it is a tensor
+        if value.dtype == tensor.dtype:
+            continue
+        dtype = value.dtype
         found[name] = tensor.dtype, dtype
         if isinstance(tensor, nn.Parameter):
             tensor.data, tensor.grad = tensor.data.to(dtype), None

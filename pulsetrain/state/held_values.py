@@ -85,7 +85,7 @@ def attributes_of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Its own attributes, without those that torch's weight norms and pruning derive from its parameters."""
     parameters = vars(module)["_parameters"]
     if isinstance(module, torch.jit.ScriptModule):  # whose numbers are not in python's attributes
-        scripted = getattr(vars(module).get("_concrete_type"), "get_attributes", dict)()
+        scripted: dict[str, object] = getattr(vars(module).get("_concrete_type"), "get_attributes", dict)()
         tensors = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
         yield from ((name, getattr(module, name)) for name in scripted.keys() - tensors - {"training"})
     for name, value in own_attributes(module):
