@@ -46,7 +46,7 @@ Run = dict[str, Any]
 
 
 class Contestant:
-    """A process that trains a slice whenever it is told to, and is stopped otherwise."""
+    """A process that trains a slice whenever it is asked to, and is stopped otherwise."""
 
     def __init__(self, name: str, task: Task, folder: Path) -> None:
         self.name = name

@@ -21,7 +21,7 @@ _IN_NUMPY = {
     **_WIDE,
     **{each: each for each in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)},
     **{each: each for each in (torch.float16, torch.float32, torch.complex64)},
-}  # and the dtype that jax computes in, unless it is told to keep 64 bits
+}  # and the dtype that jax computes in, unless it is set to keep 64 bits
 
 
 class JaxArrays(Trees):

@@ -197,7 +197,7 @@ def serve() -> None:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     source, replies = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what matplotlib prints is no reply
+    os.dup2(2, 1)  # what matplotlib prints is not a reply
     while (drawing := _receive(source)) is not None:
         try:
             _send(replies, _draw(drawing) if drawing.awaited else _draw_aside(drawing))

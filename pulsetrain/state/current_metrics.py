@@ -53,7 +53,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Apart from the run's own, which goes on changing; of tensors, without their graphs."""
+    """Apart from the run's own, which continues to change; of tensors, without their graphs."""
     if isinstance(value, dict):
         return {key: _copy(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

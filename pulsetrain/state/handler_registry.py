@@ -95,8 +95,8 @@ class HandlerRegistry:
     def metrics(self) -> list[object]:
         """The metrics that listen to the evaluator alone, each pass of which resets them."""
         engine, *others = self._engines()
-        heard = [owner_of(handler) for other in others for _, handler in self.listeners(other)]
-        found = [*getattr(engine, "val_metrics", {}).values(), *(each for each in heard if isinstance(each, Metric))]
+        owners = [owner_of(handler) for other in others for _, handler in self.listeners(other)]
+        found = [*getattr(engine, "val_metrics", {}).values(), *(each for each in owners if isinstance(each, Metric))]
         elsewhere = {id(owner_of(handler)) for _, handler in self.listeners(engine)}
         return list({id(each): each for each in found if id(each) not in elsewhere}.values())
 

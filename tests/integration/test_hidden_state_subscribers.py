@@ -32,7 +32,7 @@ class Counting:
     def __init__(self, run: Any) -> None:
         self.run, self.count = run, 0
 
-    def hear(self) -> None:
+    def advance(self) -> None:
         self.count += 1
         slow_down(self.run, self.count)
 
@@ -66,12 +66,12 @@ def with_validation(attach: Callable[[Any], object]) -> dict[str, Any]:
 
 @case("handler Counting.count")
 def a_method_hears_the_evaluator() -> dict[str, Any]:
-    return with_validation(lambda run: on_evaluator(run, Counting(run).hear))
+    return with_validation(lambda run: on_evaluator(run, Counting(run).advance))
 
 
 @case()
 def an_object_with_a_state_hears_the_evaluator() -> dict[str, Any]:
-    return with_validation(lambda run: on_evaluator(run, Saving(run).hear))
+    return with_validation(lambda run: on_evaluator(run, Saving(run).advance))
 
 
 @case(slow=True)
@@ -81,17 +81,17 @@ def ignites_early_stopping_hears_the_evaluator() -> dict[str, Any]:
 
 @case("handler Counting.count")
 def a_method_hears_every_engine() -> dict[str, Any]:
-    return {"attached": lambda run: on_bus(run, Counting(run).hear)}
+    return {"attached": lambda run: on_bus(run, Counting(run).advance)}
 
 
 @case(slow=True)
 def an_object_with_a_state_hears_every_engine() -> dict[str, Any]:
-    return {"attached": lambda run: on_bus(run, Saving(run).hear)}
+    return {"attached": lambda run: on_bus(run, Saving(run).advance)}
 
 
 @case(f"{HERE}.by_blinker.<locals>.receive.handler")
 def a_plain_receiver_counts() -> dict[str, Any]:
-    return {"attached": lambda run: by_blinker(run, Counting(run).hear)}
+    return {"attached": lambda run: by_blinker(run, Counting(run).advance)}
 
 
 class Curriculum:

@@ -26,7 +26,7 @@ CASES = Cases()
 case = CASES.add
 
 log = logging.getLogger("a run's own")
-told = structlog.get_logger()
+structured = structlog.get_logger()
 
 
 class Asking(Dataset[Any]):
@@ -55,10 +55,10 @@ class Telling(Callback):
         self.log, self.local = logging.getLogger("a handler's own"), threading.local()
 
     def on_epoch_end(self, trainer: Any, *_: object) -> None:
-        self.local.told = getattr(self.local, "told", 0) + 1
+        self.local.epochs = getattr(self.local, "epochs", 0) + 1
         self.log.info("epoch %d", trainer.state.epoch)
         log.info("epoch %d", trainer.state.epoch)
-        told.debug("an epoch ended")
+        structured.debug("an epoch ended")
 
 
 @case()

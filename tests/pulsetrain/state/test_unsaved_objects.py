@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from pulsetrain.engine import Events, SupervisedStrategy
-from pulsetrain.state.unsaved import UnsavedState
+from pulsetrain.state import unsaved
 from tests.support.models import pairs
 from tests.support.runs import saving_run, warnings_of
 from tests.support.runs_backends import needs_jax
@@ -135,7 +135,7 @@ def test_a_fingerprint_that_fails_is_reported_and_the_run_continues(tmp_path: Pa
     def fail(*_: object) -> None:
         raise ValueError("unexpected")
 
-    monkeypatch.setattr(UnsavedState, "_fingerprint", fail)
+    monkeypatch.setattr(unsaved, "fingerprint_of_run", fail)
     found = [each["error"] for each in warnings_of(saving_run(tmp_path)) if "cannot be compared" in each["event"]]
     assert found == ["ValueError: unexpected"]
     assert list(tmp_path.glob("checkpoints/*-checkpoint"))
