@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         self.requested_device = device
         self.compiled = {"train": 0, "evaluate": 0, "gradients": 0, "finish": 0, "apply": 0}  # programs so far
         self._programs: dict[object, Callable[..., Tree]] = {}
+        self._shapes: Any = None  # of the model's outputs: what is traced without being compiled
         self._use(find_jax_device(self._jax, device or "auto"))
 
     def configure(self, settings: BackendSettings) -> None:
@@ -78,6 +80,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         """The weights of a flax module, or of a pair of code and weights, copied to the device."""
         self.model: JaxModel = read_model(model)
         self._programs.clear()  # they compute with the previous model
+        self._shapes = None
         weights = {"parameters": self.model.parameters, "buffers": self.model.buffers}
         for path, leaf in self.paths(weights).items():
             if isinstance(leaf, Tensor):
@@ -161,9 +164,9 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     def _output_shapes(self, weights: Tree, inputs: Tree) -> Tree:
         """Shapes and dtypes of the outputs, traced once: each validation checks its first batch."""
-        if "shapes" not in self._programs:
-            self._programs["shapes"] = self._jax.jit(self._outputs)
-        return self._programs["shapes"].eval_shape(weights, inputs)  # type: ignore[attr-defined]
+        if self._shapes is None:
+            self._shapes = self._jax.jit(self._outputs)
+        return self._shapes.eval_shape(weights, inputs)
 
     # ---------------------------------------------------------------------------------------- what is computed
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pulsetrain.engine import ConfigurationError, Engine, Event, EventBus, Events, Every, OnError, Phase
+from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, EventBus, Events, Every, OnError, Phase
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -107,9 +107,9 @@ class Plots(Handler):
             for event in METRIC_EVENTS:
                 subscribe(event, self._on_round, on_error=self._on_error)
             ends = Events.COMPLETED | Events.TERMINATE
-            # begins before other handlers work at the end, and is waited for after them
+            # begins before other handlers work at the end, and is waited for after the other loggers
             subscribe(ends, self._on_end_begins, phase=Phase.COMPUTE, on_error=self._on_error)
-            subscribe(ends, self._on_end, phase=Phase.PERSIST, on_error=self._on_error)
+            subscribe(ends, self._on_end, phase=Phase.OBSERVE, order=LAST, on_error=self._on_error)
             subscribe(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
         return self
 

@@ -27,6 +27,7 @@ from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
+from pulsetrain.handlers.metric_values.step_values import on_host, scalars
 from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
@@ -181,12 +182,11 @@ class Evaluation:
             )
         if not engine.is_paused:
             # Logits that stay would be the last block of a heap grown by this set, which then cannot be given back.
-            state.output = state.batch = None
+            state.output, state.batch = on_host(scalars(state.output)), None
         return {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
 
     def _step(self, engine: Engine, batch: object) -> dict[str, Any]:
         backend = self.backend
-        engine.state.output = None  # of the previous batch: its logits would be in memory beside this one's
         strategy, self._checks = FirstBatch(self.strategy) if self._checks else self.strategy, False
         prepared = backend.prepare_batch(batch, strategy)
         outputs: object = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.handlers import Checkpointer, EarlyStopping, EventRecorder, Fingerprints
-from tests.support import programs
 from tests.support.models import loader, trainer
 
-BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "stepping.py"
 T = 1_763_000_000_000_000_000
 
 
@@ -336,15 +333,6 @@ def test_a_real_failed_run_opens_at_its_fault(tmp_path):
     debugger.goto(iteration=3)
     assert "no checkpoint before iteration 3" in "\n".join(debugger.handlers().lines())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_every_answer_and_says_whether_the_bound_holds():
-    done = programs.run(BENCHMARK, "--events", 10_000, "--rounds", 2, "--passes", 1, timeout=300)
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert {"next", "back", "goto iteration", "goto seq", "break"} <= result["ms"].keys()
-    assert result["at_most"] == 100.0
-    assert done.returncode == int(result["worst"] > result["at_most"])
 
 
 def test_a_damaged_checkpoint_is_reported_and_does_not_end_the_session(tmp_path):
