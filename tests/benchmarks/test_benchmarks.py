@@ -177,7 +177,7 @@ def test_wrong_input_is_rejected_with_what_would_be_right(arguments: list[str]):
     command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert any(remedy in done.stderr for remedy in ("choose from backends", "a form of --check", "need its name"))
+    assert any(remedy in done.stderr for remedy in ("choose from against_trl", "a form of --check", "need its name"))
 
 
 @pytest.mark.slow
