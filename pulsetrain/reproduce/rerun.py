@@ -11,6 +11,7 @@ from pulsetrain.engine.checkpoint import Location, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.handlers import (
     Alert,
     BestModel,
@@ -178,6 +179,8 @@ class Rerun:
 
     def ending(self) -> LoggedEvent | None:
         """The exception or termination that ended this run; None if the comparison ended it."""
+        if not log_files(self.recorder.folder)[0].exists():
+            return None  # the recorded log holds nothing to compare, so nothing was run
         ends = list(self.log().read(engine=self.trainer.name, event=ENDINGS))
         return next((event for event in reversed(ends) if not _is_ours(event)), None)
 
