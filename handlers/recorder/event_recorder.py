@@ -106,6 +106,7 @@ class EventRecorder(Handler):
         self.include_batches, self.grad_norm = include_batches, grad_norm
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
+        self.reports_resume = True  # False: what loads the checkpoint compares and reports itself, as `verify` does
         self.resumed_after: int | None = None  # seq in the log of the checkpoint that the run resumed from
         self._log = LogSession(Path(folder) / "events", rank, max_bytes, on_error)
         self._known: set[str] = set()  # keys of the events subscribed to
@@ -323,13 +324,15 @@ class EventRecorder(Handler):
                     self.resume_check = ResumeCheck.of_log(
                         self._log.read(), saved["seq"], event.engine, is_training_run(engine)
                     )
+                    if self.resume_check is None:
+                        self._say_nothing_to_compare("the log holds no event after the checkpoint")
                 self._log.rewind(saved["seq"], saved["ord"], event.time_ns)
             elif is_log_of_another:
                 self._note_foreign_log(saved, writer, event)
             elif is_of_this_run and (writer.last_seq >= 0 or "run" in saved):
                 self._note_loss(saved, writer, event)
             else:
-                say_nothing_to_compare("the run continues in another folder, whose log begins here")
+                self._say_nothing_to_compare("the run continues in another folder, whose log begins here")
                 if writer.last_seq >= 0:  # of an earlier attempt to continue it here
                     self._log.rewind(-1, saved["ord"], event.time_ns)
                 else:
@@ -357,7 +360,11 @@ class EventRecorder(Handler):
         up_to = max(saved["seq"], writer.last_seq)
         self._log.on_disk(writer.lose, up_to, saved["ord"], reason, event.time_ns)
         self._log.bus.continue_after(writer.last_seq)
-        say_nothing_to_compare(why)
+        self._say_nothing_to_compare(why)
+
+    def _say_nothing_to_compare(self, reason: str) -> None:
+        if self.reports_resume:
+            say_nothing_to_compare(reason)
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
         if event.type == Events.EPOCH_COMPLETED.value:

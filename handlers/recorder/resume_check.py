@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 from pulsetrain.engine import Events
 from pulsetrain.engine.logs import get_logger
@@ -12,7 +10,7 @@ from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.result import describe_event, format_pair
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["OPTIONAL", "ResumeCheck", "compared_elsewhere", "say_nothing_to_compare"]
+__all__ = ["OPTIONAL", "ResumeCheck", "say_nothing_to_compare"]
 
 _ENDS = ("terminate", "completed", "interrupt", "exception_raised")
 _NORM = Events.GRADIENTS_READY.value
@@ -20,7 +18,6 @@ _UPDATE = Events.OPTIMIZER_STEP_COMPLETED.value
 _ITERATION = Events.ITERATION_COMPLETED.value
 # fired where a handler needs the norm, so that it depends on the handlers; METRICS_LOGGED repeats the norm
 OPTIONAL = {_NORM: "payload.metrics.grad_norm"}
-_compared_elsewhere: ContextVar[bool] = ContextVar("compared_elsewhere", default=False)
 
 
 class ResumeCheck(EventCheck):
@@ -43,7 +40,7 @@ class ResumeCheck(EventCheck):
 
     @classmethod
     def of_log(cls, log: EventLog, after: int, engine: str, fires_updates: bool = True) -> ResumeCheck | None:
-        """The check of a run that resumes after this seq; None, which is logged, where the log holds nothing after it.
+        """The check of a run that resumes after this seq; None where the log holds nothing after it.
 
         If several attempts continued from there, the longest counts, up to where the engine's run ended: what is
         computed at an end need not be reproduced by a run that continues.
@@ -58,10 +55,7 @@ class ResumeCheck(EventCheck):
         if len(attempts) > 1:
             attempts.sort(key=lambda attempt: sum(1 for _ in _repeated(log, attempt, engine)))
         check = cls(_repeated(log, attempts[-1], engine), engine, fires_updates)
-        if not check.waiting:
-            say_nothing_to_compare("the log holds no event after the checkpoint")
-            return None
-        return check
+        return check if check.waiting else None
 
     @property
     def difference(self) -> str | None:
@@ -150,16 +144,6 @@ class ResumeCheck(EventCheck):
             )
 
 
-@contextmanager
-def compared_elsewhere() -> Iterator[None]:
-    """Inside the block, a checkpoint is loaded for a comparison that reports its own result."""
-    token = _compared_elsewhere.set(True)
-    try:
-        yield
-    finally:
-        _compared_elsewhere.reset(token)
-
-
 def say_nothing_to_compare(reason: str, events: int = 0) -> None:
     """Log that a resume is not proven by any computed value.
 
@@ -167,8 +151,7 @@ def say_nothing_to_compare(reason: str, events: int = 0) -> None:
         reason: why there is none.
         events: how many events agree.
     """
-    if not _compared_elsewhere.get():
-        get_logger("handlers").info("resumed; nothing to compare", reason=reason, events=events)
+    get_logger("handlers").info("resumed; nothing to compare", reason=reason, events=events)
 
 
 def _has_values(event: LoggedEvent) -> bool:

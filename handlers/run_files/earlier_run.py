@@ -9,7 +9,7 @@ from pathlib import Path
 from pulsetrain.engine import RecordingError
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.engine.recording.log.writer import log_files
+from pulsetrain.engine.recording.log.files import log_files
 
 __all__ = ["holds_run"]
 

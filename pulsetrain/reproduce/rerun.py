@@ -10,8 +10,8 @@ from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Phase
 from pulsetrain.engine.checkpoint import Location, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.run_file import read_run_file
-from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.handlers import (
     Alert,
     BestModel,
@@ -28,7 +28,7 @@ from pulsetrain.handlers import (
     Throughput,
 )
 from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerprint_of
-from pulsetrain.handlers.recorder.resume_check import OPTIONAL, compared_elsewhere
+from pulsetrain.handlers.recorder.resume_check import OPTIONAL
 from pulsetrain.reproduce.tensor_check import TensorCheck
 from pulsetrain.trainer import Trainer
 
@@ -118,7 +118,7 @@ class Rerun:
                 "give it the one that recorded the run"
             )
         self.trainer, self.recorder = trainer, recorders[0]
-        self.recorder.folder = folder / "events"
+        self.recorder.folder, self.recorder.reports_resume = folder / "events", False
         detached = [each for each in trainer.handlers if isinstance(each, OUTPUT_HANDLERS) or _writes_weights(each)]
         for handler in detached:
             handler.detach()
@@ -131,8 +131,7 @@ class Rerun:
             if run is not None:
                 self.recorder.repeat(EventLog(run))
         else:
-            with compared_elsewhere():
-                trainer.load_checkpoint(checkpoint)
+            trainer.load_checkpoint(checkpoint)
             self.start = self.end = trainer.state.iteration
         self.tensors = TensorCheck(trainer, run, detached) if run is not None else None
 

@@ -64,7 +64,8 @@ class MetricsReporter:
             self._announce_skipped()
         if not self.losses.count("log"):
             return
-        self._untrained.warn()
+        if not stepper.by_hand:  # else other code may have optimizers of its own
+            self._untrained.warn()
         if not engine.hears(Events.METRICS_LOGGED):
             if self._would_warn():  # else nobody needs the loss on the host
                 self._warn_unless_finite(self.losses.peek("log").item())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.engine.recording.log.writer import log_files
+from pulsetrain.engine.recording.log.files import log_files
 
 Lose = Callable[[Path, random.Random], None]
 

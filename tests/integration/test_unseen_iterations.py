@@ -14,7 +14,7 @@ from pulsetrain import Replay, Trainer, diff, verify
 from pulsetrain.cli import main
 from pulsetrain.engine import Events
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.engine.recording.log.writer import log_files
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.handlers import EventRecorder
 from tests.support.models import loader, regression_model, trainer
 

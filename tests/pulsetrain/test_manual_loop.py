@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -134,3 +135,21 @@ def test_settings_of_the_step_are_refused(setting: dict[str, Any], tmp_path: Pat
 def test_a_by_value_backend_is_rejected_because_the_body_computes_in_place():
     with pytest.raises(ConfigurationError, match=r"Loop\(backend=FunctionalTorchBackend\).*use a Trainer"):
         Loop(regression_model(), loader(), strategy=SupervisedStrategy("mse"), backend=TorchBackend(functional=True))
+
+
+def test_parameters_that_a_second_optimizer_of_the_body_trains_are_not_named_as_untrained():
+    model = regression_model()
+    model[0].requires_grad_(False)
+    loop = Loop(model, loader(), config=TrainingConfig(max_epochs=2, log_every_n_steps=2))
+    model[0].requires_grad_(True)
+    second = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    before = model[0].weight.clone()
+    with structlog.testing.capture_logs() as logs:
+        for inputs, targets in loop.batches():
+            loop.output = loss = nn.functional.mse_loss(loop.model(inputs), targets)
+            loss.backward()
+            for optimizer in (loop.optimizer, second):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not torch.equal(model[0].weight, before)
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == []

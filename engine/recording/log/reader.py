@@ -19,11 +19,11 @@ from pulsetrain.engine.recording.log.damage import (
     damage_of_record,
     find_damage,
 )
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.index import Index, Reach
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
 from pulsetrain.engine.recording.log.tables import to_arrow, to_pandas
-from pulsetrain.engine.recording.log.writer import log_files
 
 if TYPE_CHECKING:
     import pandas

@@ -15,23 +15,14 @@ from pulsetrain.engine.file_lock import lock, unlock
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.log.blocks import BLOCK_BYTES, BLOCK_EVENTS, SEAM, Data, Header, seal, seam_of
 from pulsetrain.engine.recording.log.damage import find_damage
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.index import Index
 from pulsetrain.engine.recording.log.records import ENCODING_ERRORS, LOST, LoggedEvent, encode, encoded
 from pulsetrain.engine.recording.log.scan import FORMAT, Contents, Damage, Recovered, TailHead, mapped, recovered, scan
 from pulsetrain.engine.recording.log.tail import Tail
 from pulsetrain.engine.recording.log.thinning import THINNED, thin
 
-__all__ = ["LogWriter", "log_files"]
-
-
-def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
-    """The sealed file and the tail of a rank's log.
-
-    >>> [file.name for file in log_files(Path("runs/a/events"), rank=1)]
-    ['events.rank1.jsonl.zst', 'tail.rank1.jsonl']
-    """
-    middle = f".rank{rank}" if rank else ""
-    return folder / f"events{middle}.jsonl.zst", folder / f"tail{middle}.jsonl"
+__all__ = ["LogWriter"]
 
 
 def _unwritable(folder: Path, error: OSError) -> RunFolderError:

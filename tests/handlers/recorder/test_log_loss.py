@@ -17,8 +17,8 @@ from pulsetrain import Trainer, TrainingConfig, verify
 from pulsetrain.cli import main
 from pulsetrain.engine import Events, Every, SupervisedStrategy
 from pulsetrain.engine.recording import EventLog, diff
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.scan import scan
-from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.handlers import Checkpointer, EventRecorder, NaNGuard
 from tests.integration.test_unseen_iterations import covers
 from tests.support.runs import guarded_data, guarded_run

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,48 +19,11 @@ from pulsetrain import EventLog, Trainer, verify
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
-from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, Fingerprints, NaNGuard
+from pulsetrain.handlers import EventRecorder, Fingerprints, NaNGuard
 from tests.support import runs_honest
-from tests.support.models import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, trainer
+from tests.support.runs_verified import build
 from tests.support.stateful_parts import CountingRows
-
-SETTINGS = {"max_epochs": 3, "optimizer": "adamw", "seed": 3, "log_every_n_steps": 5}
-
-
-def build(
-    folder: Path,
-    settings: dict[str, Any] | None = None,
-    fingerprints: bool = True,
-    data: Any = None,
-    dropout: float = 0.2,
-    grad_norm: bool | None = True,
-) -> Trainer:
-    marks = [Fingerprints(Every(updates=1), batches=True)] if fingerprints else []
-    return trainer(
-        {**SETTINGS, **(settings or {})},
-        model=regression_model(dropout),
-        train_loader=loader() if data is None else data,
-        val_loader=loader(shuffle=False),
-        handlers=[
-            *marks,
-            EventRecorder(folder, grad_norm=grad_norm),
-            Checkpointer(folder, every=Every(iterations=8), keep_last=20),
-            CSVLogger(folder),
-            ConsoleLogger(),
-        ],
-    )
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recorded") / "run"
-    build(folder).train()
-    return folder
-
-
-@pytest.fixture
-def run(recorded: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(recorded, tmp_path / "run")
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -356,68 +317,6 @@ def test_a_resumed_run_is_verified_across_the_resume(tmp_path: Path):
     found = verify(folder, lambda: build(folder))
     assert found, str(found)
     assert found.end == 30
-
-
-def test_a_run_that_ends_too_early_has_an_event_missing(run: Path, tmp_path: Path):
-    found = verify(run, lambda: build(tmp_path / "again", {"max_epochs": 2}))
-    assert not found
-    assert (found.missing.event, found.missing.epoch) == ("epoch_started", 3)
-    assert "the run ended before trainer's epoch_started at epoch 3" in str(found)
-    assert "max_epochs: 3 -> 2" in str(found)
-
-
-def planted(folder: Path, at: int | None, error: str = "planted", patience: int | None = None) -> Trainer:
-    made = build(folder, {"early_stopping_patience": patience} if patience else None)
-    if at is not None:
-
-        @made.on(Events.ITERATION_COMPLETED(once=at))
-        def fail() -> None:
-            raise ValueError(error)
-
-    return made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "now", "proven"),
-    [((14, "a"), (14, "a"), True), ((14, "a"), (14, "b"), False), ((14, "a"), (None, ""), False),
-     ((14, "a"), (12, "a"), False), ((None, ""), (14, "a"), False)],
-)  # fmt: skip
-def test_the_same_exception_must_be_raised_again(
-    tmp_path: Path, before: tuple[int | None, str], now: tuple[int | None, str], proven: bool
-):
-    first = planted(tmp_path / "run", *before)
-    with pytest.raises(ValueError, match="a") if before[0] else contextlib.nullcontext():
-        first.train()
-    found = verify(tmp_path / "run", lambda: planted(tmp_path / "again", *now), from_iteration=10)
-    assert bool(found) is proven, str(found)
-    if not proven:
-        assert found.divergence is not None
-        assert "exception_raised" in str(found)
-
-
-def test_a_termination_by_a_handler_must_be_repeated(tmp_path: Path):
-    def make(patience: int) -> Trainer:
-        made = planted(tmp_path / "run", None, patience=patience)
-        made.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
-        return made
-
-    run = make(1)
-    run.add_event_handler(Events.ITERATION_COMPLETED(once=14), lambda engine: engine.terminate(reason="enough"))
-    run.train()
-
-    def again(stops: bool) -> Trainer:
-        made = make(1)
-        if stops:
-            made.add_event_handler(
-                Events.ITERATION_COMPLETED(once=14), lambda engine: engine.terminate(reason="enough")
-            )
-        return made
-
-    assert verify(tmp_path / "run", lambda: again(True))
-    found = verify(tmp_path / "run", lambda: again(False))
-    assert not found
-    assert "the run continued" in str(found)
 
 
 def test_a_damaged_log_proves_nothing(run: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pulsetrain import Trainer, verify
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
-from pulsetrain.engine.recording.log.writer import log_files
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.handlers import EventRecorder
 from tests.support.models import trainer
 

@@ -22,8 +22,8 @@ from pulsetrain.cli import main
 from pulsetrain.engine import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, diff
 from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS, skippable
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.tail import CHUNK
-from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.engine.recording.replay.playback import Replay
 
 T = 1_790_000_000_000_000_000

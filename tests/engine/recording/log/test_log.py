@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pulsetrain.engine.errors import RecordingError, RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, read_ranks
 from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS
-from pulsetrain.engine.recording.log.writer import log_files
+from pulsetrain.engine.recording.log.files import log_files
 
 T = 1_790_000_000_000_000_000
 

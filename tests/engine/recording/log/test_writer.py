@@ -13,7 +13,7 @@ from pulsetrain.engine import Engine, Events
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, Replay, read_ranks
 from pulsetrain.engine.recording.log.blocks import parse
-from pulsetrain.engine.recording.log.writer import log_files
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.handlers import EventRecorder
 
 T = 1_790_000_000_000_000_000
