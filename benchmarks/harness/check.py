@@ -23,6 +23,7 @@ class Finding:
     row: str
     text: str
     verdict: str
+    goal: str = ""  # see Row.missed_goal
 
 
 def check(
@@ -56,6 +57,7 @@ def summary(found: Sequence[Finding], *, short: bool) -> tuple[str, int]:
     words = {HOLDS: "hold", MISSED: "missed", NOT_MEASURED: "not measured"}
     counts = [f"{verdicts.count(verdict)} {word}" for verdict, word in words.items() if verdict in verdicts]
     lines = [f"{MISSED}: {each.benchmark}: {each.text}" for each in found if each.verdict == MISSED]
+    lines += [f"{each.goal}: {each.benchmark}: {each.row}" for each in found if each.goal and each.verdict == HOLDS]
     lines.append(f"bounds: {', '.join(counts) or 'none compared'}")
     if NOT_MEASURED in verdicts and not short:
         lines.append("Absolute times count only on an idle machine: run this again when nothing else runs.")
@@ -71,7 +73,13 @@ def _findings(outcome: Outcome, short: bool) -> list[Finding]:
         return [Finding(benchmark=outcome.name, row="", text=text, verdict=MISSED if outcome.status else HOLDS)]
     slack = SLACK if short else 1.0
     return [
-        Finding(benchmark=outcome.name, row=row.name, text=_compared(row, found, slack), verdict=verdict)
+        Finding(
+            benchmark=outcome.name,
+            row=row.name,
+            text=_compared(row, found, slack),
+            verdict=verdict,
+            goal=row.missed_goal(idle=found.load.is_idle),
+        )
         for row, verdict in found.verdicts(slack)
         if row.bound is not None and (row.kind == "ratio" or not short)
     ]

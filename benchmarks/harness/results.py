@@ -41,7 +41,8 @@ class Row:
     least: float | None = None
     most: float | None = None
     bound: float | None = None
-    at_least: bool = False  # whether the bound is the smallest good value; otherwise it is the largest
+    goal: float | None = None  # a stricter value than the bound, which is shown and not checked: not reached yet
+    at_least: bool = False  # whether bound and goal are the smallest good values; otherwise they are the largest
     also: Mapping[str, float] = field(default_factory=dict)  # further columns of the table, without bounds
 
     def verdict(self, *, idle: bool = True, slack: float = 1.0) -> str:
@@ -56,14 +57,25 @@ class Row:
         if math.isnan(self.measured) or (self.kind == "absolute" and not idle):
             return NOT_MEASURED
         factor = slack if self.kind == "ratio" else 1.0
-        if self.at_least:
-            return HOLDS if self.measured >= self.bound / factor else MISSED
-        return HOLDS if self.measured <= self.bound * factor else MISSED
+        return HOLDS if self._reaches(self.bound / factor if self.at_least else self.bound * factor) else MISSED
 
     @property
     def limit(self) -> str:
         """The bound with its direction; empty if there is none."""
-        return "" if self.bound is None else f"{'>=' if self.at_least else '<='} {self.bound:,.9g}"
+        return "" if self.bound is None else f"{self._direction} {self.bound:,.9g}"
+
+    def missed_goal(self, *, idle: bool = True) -> str:
+        """The goal, if it was measured and not reached; else empty."""
+        if self.goal is None or math.isnan(self.measured) or (self.kind == "absolute" and not idle):
+            return ""
+        return "" if self._reaches(self.goal) else f"goal {self._direction} {self.goal:,.9g} missed"
+
+    @property
+    def _direction(self) -> str:
+        return ">=" if self.at_least else "<="
+
+    def _reaches(self, value: float) -> bool:
+        return self.measured >= value if self.at_least else self.measured <= value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +178,8 @@ def table(found: Report, rows: Sequence[str] | None = None) -> str:
         cells = [f"{row.name}, {row.unit}" if row.unit else row.name, number(row.measured)]
         cells += [number(row.least), number(row.most)] if spread else []
         cells += [number(row.also.get(name)) for name in extra]
-        lines.append([*cells, *([row.limit, "" if verdict == HOLDS else verdict] if bounded else [])])
+        said = row.missed_goal(idle=found.load.is_idle) if verdict == HOLDS else verdict
+        lines.append([*cells, *([row.limit, said] if bounded else [])])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [_aligned(line, widths) for line in lines]
     return "\n".join([*text, *found.notes, str(found.load)])

@@ -67,7 +67,7 @@ class MetricsReporter:
         if not stepper.by_hand:  # else other code may have optimizers of its own
             self._untrained.warn()
         if not engine.hears(Events.METRICS_LOGGED):
-            if self._would_warn():  # else nobody needs the loss on the host
+            if self._would_warn() and not self.losses.are_finite("log"):  # nobody else needs the loss on the host
                 self._warn_unless_finite(self.losses.peek("log").item())
             for losses in self._all_losses():
                 losses.forget("log")

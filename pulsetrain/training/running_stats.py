@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from copy import copy
+from math import isfinite
 from typing import TypeVar
 
 import torch
@@ -73,6 +74,20 @@ class Losses:
         whole = copy(self._means[reader])
         self._fold(reader, whole)
         return whole.mean()
+
+    def are_finite(self, reader: str) -> bool:
+        """Whether the reader's mean is finite; without an operator on tensors where the losses are on the host.
+
+        >>> losses = Losses()
+        >>> losses.add(torch.tensor(1.0), size=1)
+        >>> losses.add(torch.tensor(float("nan")), size=1)
+        >>> losses.are_finite("log")
+        False
+        """
+        losses = self._losses[self._since[reader] :]
+        if not self._folded[reader] and all(isinstance(loss, float) and isfinite(loss) for loss in losses):
+            return True
+        return isfinite(self.peek(reader))  # one wait for the device, where the losses are there
 
     def consume(self, reader: str) -> Tensor:
         """The reader's mean, as `peek`; its next mean starts after these losses."""

@@ -64,6 +64,16 @@ def checked(results: Results, *, short: bool = False) -> tuple[str, int, list[st
     return text, code, shown
 
 
+def test_a_goal_that_is_not_reached_is_shown_and_misses_no_bound():
+    rows = [ratio(0.9, goal=0.5), ratio(0.9, goal=0.95), ratio(0.9, goal=0.95, bound=0.6, at_least=True)]
+    text = table(report(*rows, absolute(3.0, goal=2.0)))
+    assert [line.count("goal") for line in text.splitlines()[1:5]] == [1, 0, 1, 1]
+    assert "goal <= 0.5 missed" in text
+    assert "goal <= 2" not in table(report(absolute(3.0, goal=2.0), load=BUSY)), "nothing was measured"
+    said, code, _ = checked(Results(fake=[report(ratio(0.9, goal=0.5))]))
+    assert (code, "goal <= 0.5 missed: fake: ours / theirs" in said) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("row", "verdict"),
     [
