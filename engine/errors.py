@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "MetricNotFoundError",
+    "PeerFailed",
     "PulsetrainError",
     "RecordingError",
     "RunFolderError",
@@ -135,6 +136,10 @@ class RecordingError(PulsetrainError, RuntimeError):
 
 class CheckpointError(PulsetrainError, RuntimeError):
     """A checkpoint that is damaged, incomplete or does not fit."""
+
+
+class PeerFailed(PulsetrainError, RuntimeError):  # noqa: N818  # the name says what happened, and to whom
+    """Another process of the run has failed, or has not come to where all processes meet."""
 
 
 def unknown_name(place: str, argument: str, value: object, choices: Iterable[str]) -> ConfigurationError:

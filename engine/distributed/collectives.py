@@ -1,0 +1,138 @@
+"""Small collectives between the processes that train together, on the host and apart from the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from pulsetrain.engine.distributed.failures import FailureBoard
+from pulsetrain.engine.distributed.ranks import Ranks
+from pulsetrain.engine.errors import PeerFailed
+
+__all__ = ["ControlGroup"]
+
+T = TypeVar("T")
+
+
+class ControlGroup:
+    """What the ranks agree by. Every rank has to call the same methods in the same order; alone, each returns at once.
+
+    >>> alone = ControlGroup(Ranks())
+    >>> alone.sum([1.0, 2.0]), alone.gather("here"), alone.broadcast(3)
+    ([1.0, 2.0], ['here'], 3)
+
+    Args:
+        ranks: this process and how many there are.
+        group: for the collectives, with `timeout`; None where there is one process.
+        store: that all ranks share.
+        timeout: seconds that a rank may be late.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        group: torch.distributed.ProcessGroup | None = None,
+        store: Store | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self.ranks, self.timeout = ranks, timeout
+        self.calls = 0  # collectives so far
+        self._group, self._store = group, store
+        self.board = None if store is None else FailureBoard(store, ranks.rank)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is another process."""
+        return self._group is not None
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all ranks, in float64: the same bits on every rank."""
+        if self._group is None:
+            return list(values)
+        vector = torch.tensor(values, dtype=torch.float64)
+        self._meet("a sum", lambda: torch.distributed.all_reduce(vector, group=self._group))
+        return vector.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, in their order; values have to be picklable."""
+        if self._group is None:
+            return [value]
+        found: list[T | None] = [None] * self.ranks.world_size
+        self._meet("gathering", lambda: torch.distributed.all_gather_object(found, value, group=self._group))
+        return found  # type: ignore[return-value]  # all were given
+
+    def broadcast(self, value: T) -> T:
+        """The main rank's value, in every process."""
+        if self._group is None:
+            return value
+        values = [value]
+        self._meet("a broadcast", lambda: torch.distributed.broadcast_object_list(values, src=0, group=self._group))
+        return values[0]
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Give these tensors the values of the main rank, in place."""
+        for tensor in tensors if self.is_shared else ():
+            value = tensor.detach().cpu().contiguous()
+            self._meet("a broadcast", partial(torch.distributed.broadcast, value, 0, group=self._group))
+            tensor.detach().copy_(value)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.sum([0.0])
+
+    def explained(self, error: RuntimeError, what: str) -> RuntimeError:
+        """The error with its cause: that of another rank, or which rank is late; the error itself if neither is known.
+
+        Args:
+            error: of a collective, here or among the gradients.
+            what: the collective.
+        """
+        assert self.board is not None
+        failure = self.board.first_of_others(wait=2.0)  # a rank writes its error before its connections close
+        if failure is not None:
+            return failure.as_error()
+        late = self._late()
+        if late:
+            return PeerFailed(
+                f"{_listed(late)} not come to {what}, number {self.calls} of this rank, within {self.timeout:g} s: it "
+                "has ended, hangs, or runs other code; see its own output and its event log"
+            )
+        return error
+
+    def _meet(self, what: str, run: Callable[[], object]) -> None:
+        self.calls += 1
+        try:
+            assert self._store is not None
+            self._store.set(_key(self.ranks.rank), str(self.calls))
+            run()
+        except RuntimeError as error:
+            explained = self.explained(error, what)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _late(self) -> list[int]:
+        """The ranks that have not begun the collective that this one waits in."""
+        assert self._store is not None
+        try:
+            begun = [
+                int(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else 0
+                for rank in range(self.ranks.world_size)
+            ]
+        except RuntimeError:  # the store was on a rank that has ended
+            return []
+        return [rank for rank, count in enumerate(begun) if count < self.calls]
+
+
+def _key(rank: int) -> str:
+    return f"control/{rank}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

@@ -1,0 +1,156 @@
+"""Joining the processes that train together: torch's default group, and a group of our own for agreement."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # part of torch's documented interface
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.ranks import Ranks, ranks
+from pulsetrain.engine.errors import ConfigurationError, PeerFailed
+
+__all__ = ["check_alike", "join", "leave"]
+
+TIMEOUT = 60.0  # seconds
+_joined: tuple[object, ControlGroup] | None = None  # torch's default group, and ours beside it
+_made_default = False  # whether that group was made here
+
+
+def join(timeout: float = TIMEOUT) -> ControlGroup:
+    """The group by which the processes agree; where torchrun has started them, torch's default group is made first.
+
+    A default group that exists is kept, and its settings hold for the gradients. All ranks have to call this.
+
+    Args:
+        timeout: seconds until a rank that does not come is named, here and in later collectives of this group.
+
+    Raises:
+        PeerFailed: a rank has not come; the message names it.
+        ConfigurationError: the environment does not say where to meet, or the address is in use.
+
+    >>> join().is_shared
+    False
+    """
+    global _joined, _made_default
+    found = ranks()
+    if found.world_size == 1:
+        return ControlGroup(found)
+    store: Store | None = None
+    if not torch.distributed.is_initialized():
+        store = _meet(found, timeout)
+        torch.distributed.init_process_group(store=store, rank=found.rank, world_size=found.world_size)
+        _made_default = True
+        atexit.register(leave)
+    group = torch.distributed.group.WORLD
+    if _joined is None or _joined[0] is not group:
+        gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        shared = PrefixStore("pulsetrain", _store_beside(found, timeout) if store is None else store)
+        _joined = group, ControlGroup(found, gloo, shared, timeout)
+    return _joined[1]
+
+
+def leave() -> None:
+    """Leave torch's default group, if `join` has made it."""
+    global _joined, _made_default
+    _joined = None
+    if _made_default and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    _made_default = False
+
+
+def check_alike(control: ControlGroup, facts: Mapping[str, object]) -> None:
+    """Compare what has to be equal on all ranks; they all have to call this.
+
+    Args:
+        control: joins them.
+        facts: name -> value with a `repr` that does not depend on the process.
+
+    Raises:
+        ConfigurationError: a rank differs from rank 0; the message names the rank, what differs, and both values.
+    """
+    first, *others = control.gather({name: repr(value) for name, value in facts.items()})
+    different = [
+        f"rank {rank} has {name}={_short(theirs.get(name, 'nothing'))}, rank 0 has {_short(first[name])}"
+        for rank, theirs in enumerate(others, start=1)
+        for name in first
+        if theirs.get(name) != first[name]
+    ]
+    if different:
+        raise ConfigurationError(f"the processes have to be started alike, and differ: {'; '.join(different[:8])}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _meet(found: Ranks, timeout: float) -> Store:
+    """The store of all ranks, once each of them has come."""
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise ConfigurationError(
+            f"WORLD_SIZE={found.world_size} says that several processes train together, and MASTER_ADDR and "
+            "MASTER_PORT do not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
+        )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = found.rank == 0 and not _has_launcher()
+    try:
+        store = _connect(host, port, timeout, hosts=hosts)
+    except RuntimeError as error:
+        if hosts:
+            raise ConfigurationError(
+                f"{host}:{port}, where the processes are to meet, cannot be used: {str(error).splitlines()[0]}; "
+                "choose another MASTER_PORT"
+            ) from None
+        raise PeerFailed(
+            f"{'the launcher' if _has_launcher() else 'rank 0'} has not come to {host}:{port} within {timeout:g} s"
+        ) from None
+    # after a restart, ranks would otherwise find the addresses of processes that have ended
+    attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt.set(f"here/{found.rank}", "")
+    missing, until = [], time.monotonic() + timeout
+    for rank in range(found.world_size):
+        try:
+            attempt.wait([f"here/{rank}"], timedelta(seconds=max(until - time.monotonic(), 0.01)))
+        except RuntimeError:
+            missing.append(str(rank))
+    if missing:
+        raise PeerFailed(
+            f"of {found.world_size} processes, rank {', '.join(missing)} has not come to {host}:{port} within "
+            f"{timeout:g} s; see its output, and whether it was started"
+        )
+    return attempt
+
+
+def _store_beside(found: Ranks, timeout: float) -> Store:
+    """A store for ranks whose default group the user has made: the launcher's, else one of rank 0."""
+    if _has_launcher():
+        return _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout, hosts=False)
+    address: list[str | int] = [socket.gethostname(), 0]
+    hosted = _connect("localhost", 0, timeout, hosts=True) if found.is_main else None
+    if hosted is not None:
+        address[1] = hosted.port  # type: ignore[attr-defined]  # of a TCPStore
+    torch.distributed.broadcast_object_list(address)
+    host, port = str(address[0]), int(address[1])
+    if hosted is not None:
+        return hosted
+    try:
+        return _connect(host, port, min(timeout, 5.0), hosts=False)
+    except RuntimeError:  # a host that does not know its own name
+        return _connect("localhost", port, timeout, hosts=False)
+
+
+def _has_launcher() -> bool:
+    """Whether torchrun has started this process, and holds a store that outlives it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _connect(host: str, port: int, timeout: float, *, hosts: bool) -> Store:
+    store: Store = TCPStore(host, port, is_master=hosts, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    return store

@@ -1,0 +1,163 @@
+"""Processes join: what they agree on, and what is said of one that is late, differs or fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from pulsetrain.engine import ConfigurationError
+from pulsetrain.engine.distributed.joining import check_alike, join, leave
+from pulsetrain.engine.distributed.pulse import Pulse, StopRequest
+from tests.support.ranks import in_processes
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["from the environment", "group of the user's"])
+def test_ranks_agree_in_a_group_beside_torchs(own_group: bool):
+    def body(rank: int) -> Any:
+        control = join()
+        weights = torch.full((3,), float(rank))
+        control.broadcast_tensors([weights])
+        found = (
+            control.sum([rank, 0.5]), control.gather(f"rank {rank}"), control.broadcast(rank), weights.tolist(),
+            join() is control,
+        )  # fmt: skip
+        control.barrier()
+        leave()
+        return *found, torch.distributed.is_initialized()
+
+    for ended in in_processes(body, own_group=own_group):
+        assert ended.error == ""
+        assert ended.value == ([1.0, 1.0], ["rank 0", "rank 1"], 0, [0.0] * 3, True, own_group)
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_comes_is_named(absent: int):
+    def body(rank: int) -> None:
+        if rank == absent:
+            return
+        join(timeout=1.0)
+
+    ended = in_processes(body)[1 - absent]
+    assert "PeerFailed" in ended.error
+    assert ("rank 0 has not come to 127.0.0.1" if absent == 0 else "of 2 processes, rank 1 has not come") in ended.error
+    assert "within 1 s" in ended.error
+
+
+def test_a_rank_that_is_late_for_a_collective_is_named():
+    def body(rank: int) -> None:
+        control = join(timeout=1.0)
+        control.barrier()
+        if rank == 1:
+            time.sleep(3)
+            os._exit(0)
+        control.sum([1.0])
+
+    ended = in_processes(body)[0]
+    assert "PeerFailed: rank 1 has not come to a sum, number 2 of this rank, within 1 s" in ended.error
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["from the environment", "group of the user's"])
+def test_the_error_of_a_rank_reaches_the_others(own_group: bool):
+    def body(rank: int) -> None:
+        control = join()
+        control.barrier()
+        if rank == 1:
+            try:
+                raise ValueError("the data of rank 1 is damaged")
+            except ValueError as error:
+                assert control.board is not None
+                control.board.post(error, "iteration 7")
+                raise
+        control.sum([1.0])
+
+    first, second = in_processes(body, own_group=own_group)
+    assert "ValueError: the data of rank 1 is damaged" in second.error
+    assert "PeerFailed: rank 1 has failed at iteration 7, so this one cannot continue:\nTraceback" in first.error
+    assert "ValueError: the data of rank 1 is damaged" in first.error
+
+
+def test_ranks_that_were_started_differently_are_named():
+    def body(rank: int) -> None:
+        check_alike(join(), {"learning_rate": 0.1 * (1 + rank), "seed": 1, "long": "x" * 100 * (1 + rank)})
+
+    for ended in in_processes(body):
+        said = ended.error.splitlines()[-1]
+        assert said.startswith("pulsetrain.engine.errors.ConfigurationError: the processes have to be started alike")
+        assert "rank 1 has learning_rate=0.2, rank 0 has 0.1; rank 1 has long='xxx" in said
+        assert "seed" not in said
+        assert "x" * 100 not in said
+
+
+def test_an_environment_that_does_not_say_where_to_meet_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE=2 says .* start them with torchrun, or unset RANK"):
+        join()
+
+
+def test_a_port_that_is_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}, where .* cannot be used.* another MASTER"):
+            join(timeout=2.0)
+
+
+def test_a_request_of_any_rank_ends_all_at_the_same_fixed_point_and_a_signal_at_the_next_pulse():
+    def body(rank: int) -> Any:
+        control, found = join(), []
+        for signal, asked_at in (("", 3), ("SIGTERM", 3), ("", 10), ("", 11)):
+            pulse = Pulse(control, every=10, within=0.0)  # a further pulse one iteration after each
+            for iteration in range(1, 41):
+                if rank == 1 and iteration == asked_at:
+                    pulse.ask("enough", signal)
+                if pulse.is_due(iteration):
+                    stop = pulse.beat(iteration, fixed=iteration % 10 == 0)
+                    if stop is not None:
+                        found.append((iteration, stop))
+                        break
+        calls = control.calls
+        quiet = Pulse(control, every=10, within=1e9)
+        quiet_calls = [quiet.beat(each, fixed=each % 10 == 0) for each in range(1, 101) if quiet.is_due(each)]
+        control.barrier()
+        return found, quiet_calls, control.calls - calls - 1
+
+    first, second = in_processes(body)
+    assert first.error == second.error == ""
+    assert first.value == second.value
+    found, quiet, calls = first.value
+    enough = StopRequest("enough", "", 1)
+    assert found == [(10, enough), (10, StopRequest("enough", "SIGTERM", 1)), (10, enough), (20, enough)]
+    assert (quiet, calls) == ([None] * 10, 10)
+
+
+def test_a_signal_is_agreed_on_between_two_log_points():
+    def body(rank: int) -> Any:
+        control = join()
+        pulse = Pulse(control, every=1000, within=0.01, clock=time.monotonic)
+        assert pulse.beat(1000, fixed=True) is None
+        for iteration in range(1001, 3001):
+            time.sleep(0.001)
+            control.barrier()  # the gradients
+            if rank == 1 and iteration == 2005:
+                pulse.ask("SIGTERM was received", "SIGTERM")
+            if pulse.is_due(iteration) and pulse.beat(iteration, fixed=iteration % 1000 == 0):
+                return iteration
+        return None
+
+    first, second = in_processes(body)
+    assert first.error == second.error == ""
+    assert first.value == second.value
+    assert 2005 <= first.value < 2105
