@@ -241,9 +241,11 @@ class Trainer(Engine):
         """
         self.driver.rewind(first, last, reason)
 
-    def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
+    def terminate(
+        self, skip_completed: bool = False, *, reason: str = "terminate() was called", observed: bool = False
+    ) -> None:
         self.driver.cancel_rewind()
-        super().terminate(skip_completed, reason=reason)
+        super().terminate(skip_completed, reason=reason, observed=observed)
 
     def skip_update(self, where: Tensor) -> None:
         """From a handler of GRADIENTS_READY: skip this update if the condition holds.

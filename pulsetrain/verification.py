@@ -14,12 +14,13 @@ from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.engine.recording.diff.fields import differing_fields
 from pulsetrain.engine.recording.diff.result import describe_event, field_table
-from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.export.event_formats import format_rows
-from pulsetrain.handlers.run_files.run_file import run_facts
-from pulsetrain.reproduce.diagnosis import BATCH, STATE, Cause, Evidence, diagnose
+from pulsetrain.handlers.run_files.run_file import RunFacts, run_facts
+from pulsetrain.reproduce.diagnosis import BATCH, CONTINUED, STATE, Cause, Evidence, diagnose
 from pulsetrain.reproduce.rerun import ExpectedEvents, Rerun, first_checkpoint, nearest_checkpoint
+from pulsetrain.state.run_state import MAY_CHANGE
 from pulsetrain.trainer import Trainer
 
 __all__ = ["Verification", "verify"]
@@ -45,9 +46,15 @@ class Verification:
     changed: tuple[str, ...] = ()  # environment and settings that differ from run.json: possible causes
     not_compared: tuple[str, ...] = ()  # types of events that only one of the two runs has, such as gradients_ready
     damage: tuple[str, ...] = ()  # of the log: damaged parts were not compared
+    unseen: str = ""  # iterations that were asked for and not compared
 
     def __bool__(self) -> bool:
-        return self.divergence is None and self.missing is None and self.tensor is None and not self.damage
+        return not self.differs and not self.damage and not self.unseen
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything that was compared differs."""
+        return self.divergence is not None or self.missing is not None or self.tensor is not None
 
     def __str__(self) -> str:
         return self.report()
@@ -60,8 +67,9 @@ class Verification:
             steps = ", ".join(f"{step:,}" for step in self.checkpoints)
             what = f"those of iteration {steps} agree bit for bit" if steps else "not compared, there is none here"
             lines.append(f"tensors of checkpoints: {what}")
-        elif self.divergence is None and self.missing is None and self.tensor is None:
-            lines = [f"{stretch}: not proven: {self.agreed:,} events agree bit for bit, but the log is damaged"]
+        elif not self.differs:
+            but = "the log is damaged" if self.damage else self.unseen
+            lines = [f"{stretch}: not proven: {self.agreed:,} events agree bit for bit, but {but}"]
         else:
             lines = [f"{stretch}: not reproduced, after {self.agreed:,} events that agree"]
         if self.not_compared:
@@ -144,7 +152,10 @@ def verify(
         reached = Source(log).last_iteration(engine)
         if reached <= rerun.start and log.damage:
             return Verification(folder, rerun.start, rerun.start, 0, damage=tuple(map(str, log.damage)))
-        if reached <= rerun.start or (to_iteration is not None and to_iteration > reached):
+        if to_iteration is not None and to_iteration > reached:
+            rule = f"{folder}: the log ends at iteration {reached}; choose an earlier one"
+            raise ConfigurationError(rule, "verify", to_iteration=to_iteration)
+        if reached <= rerun.start:
             raise ConfigurationError(
                 f"verify({folder}): the log ends at iteration {reached}, and the rerun would start after "
                 f"{rerun.start}; choose other iterations"
@@ -153,11 +164,7 @@ def verify(
         rerun.compare(expected, to_iteration)
         check = rerun.check
         recorded, now = read_run_file(folder), run_facts(rerun.trainer)
-        others = [
-            each
-            for part in ("environment", "settings")
-            for each in environment_differences(recorded.get(part) or {}, now.get(part) or {})
-        ]
+        others = _differences(recorded, now)
         damage = tuple(map(str, log.damage))  # after all has been read
         found = Verification(
             *(folder, rerun.start, rerun.end, check.agreed),
@@ -166,6 +173,9 @@ def verify(
             damage=damage,
         )
         divergence = check.divergence or _other_end(expected.end, rerun)
+        goal = to_iteration or max(reached, rerun.end)
+        if divergence is None and check.next is None and rerun.end < goal:
+            found = replace(found, unseen=f"iterations {rerun.end + 1} to {goal} were not compared")
         if divergence is None:
             tensors = rerun.tensors
             steps, tensor = (tuple(tensors.agreed), tensors.difference) if tensors is not None else ((), None)
@@ -197,15 +207,30 @@ def verify(
         return replace(found, divergence=divergence, rows=rows, fingerprints=fingerprints, causes=causes)
 
 
+def _differences(recorded: RunFacts, now: RunFacts) -> list[str]:
+    """What differs between run.json and the trainer that ran again; of a resumed run not what a resume may change."""
+    if not recorded:
+        return [f"not known: there is no {RUN_FILE}"]
+    ignored = () if len(recorded.get("starts") or ()) < 2 else MAY_CHANGE
+    return [
+        each
+        for part in ("environment", "settings")
+        for each in environment_differences(
+            *(
+                {key: value for key, value in (side.get(part) or {}).items() if key not in ignored}
+                for side in (recorded, now)
+            )
+        )
+    ]
+
+
 def _other_end(recorded: LoggedEvent | None, rerun: Rerun) -> Divergence | None:
     """The difference if only one of the runs was ended by an exception or a handler, or both by different ones."""
     now = rerun.ending()
     if recorded is None and (now is None or (not rerun.check.waiting and now.event == "terminate")):
         return None
     state = rerun.trainer.state
-    continued = LoggedEvent(
-        engine=rerun.trainer.name, event="the run continued", epoch=state.epoch, iteration=state.iteration
-    )
+    continued = LoggedEvent(engine=rerun.trainer.name, event=CONTINUED, epoch=state.epoch, iteration=state.iteration)
     expected = recorded or rerun.check.next or continued
     fields = differing_fields(expected, now or continued)
     return Divergence(-1, expected, now or continued, fields) if fields else None

@@ -48,7 +48,7 @@ class ControlGroup:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is another process."""
+        """Whether there are several processes."""
         return self._group is not None
 
     def sum(self, values: Sequence[float]) -> list[float]:

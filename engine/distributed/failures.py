@@ -51,7 +51,7 @@ class FailureBoard:
         self._store, self._rank = store, rank
 
     def post(self, error: BaseException, where: str = "") -> None:
-        """Write the error, unless another rank was first; a store that is gone is no further error."""
+        """Write the error, unless another rank was first; nothing is raised if the store has ended."""
         text = "".join(traceback.format_exception(error))[-_LIMIT:]
         try:
             self._store.compare_set(_FIRST, "", json.dumps([self._rank, where, text]))

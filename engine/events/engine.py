@@ -246,7 +246,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
         """One run, from STARTED to COMPLETED. A generator: an interrupt is a yield, and continuing is next()."""
         state = self.state
         self._terminate = self._terminate_epoch = self._interrupt = False
-        self._termination_reason = ""
+        self._termination_reason, self._termination_observed = "", False
         self._attention = bool(self._posts)
         state.stop_reason = None
         self._first_iteration = state.iteration
@@ -280,7 +280,8 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
                         yield
             except StopRun:
                 state.stop_reason = self._termination_reason or "should_terminate was set"
-                self._signal(Events.TERMINATE, Terminated(reason=state.stop_reason))
+                ended = Terminated(reason=state.stop_reason, observed=self._termination_observed)
+                self._signal(Events.TERMINATE, ended)
             except StopEpoch:
                 raise RuntimeError(
                     "The method terminate_epoch() should not be called on Event.STARTED or Event.EPOCH_STARTED; "

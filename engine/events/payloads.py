@@ -41,6 +41,7 @@ class Terminated:
     """TERMINATE: the run was ended before its limit."""
 
     reason: str  # as given to `terminate(reason=...)`
+    observed: bool = False  # as given to it: whether the moment depends on the clock, another thread or the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

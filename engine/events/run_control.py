@@ -32,6 +32,7 @@ class RunControl(EngineEvents):
     _terminate_epoch: bool | str = False
     _interrupt = False
     _termination_reason = ""
+    _termination_observed = False
 
     # The loop looks at these three at the next safe point; ignite's handlers set them, too.
 
@@ -65,18 +66,22 @@ class RunControl(EngineEvents):
         self._interrupt = value
         self._attention = self._attention or value
 
-    def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
+    def terminate(
+        self, skip_completed: bool = False, *, reason: str = "terminate() was called", observed: bool = False
+    ) -> None:
         """End the run at the next safe point: TERMINATE is fired, then COMPLETED.
 
         Args:
             skip_completed: leave out COMPLETED.
             reason: what `state.stop_reason` and TERMINATE's payload say afterwards.
+            observed: the moment depends on the clock, another thread or the machine, so that the run is not expected to
+                end there when it is repeated.
         """
         if not isinstance(skip_completed, bool):
             raise TypeError(
                 f"terminate({skip_completed!r}): skip_completed is True or False; say reason={skip_completed!r}"
             )
-        self._termination_reason = reason
+        self._termination_reason, self._termination_observed = reason, observed
         self.should_terminate = "skip_completed" if skip_completed else True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:

@@ -148,7 +148,7 @@ class HangWatchdog(Handler):
             os._exit(EXIT_STATUS)
         if self.policy == "stop":
             for each in runs:
-                each.terminate(reason=f"hang watchdog: no event for {silent:.1f} s")
+                each.terminate(reason=f"hang watchdog: no event for {silent:.1f} s", observed=True)
         self._log.warning(message, stacks=written, at=where)
 
 

@@ -107,7 +107,8 @@ class TimeLimit(Handler):
         if not self._ended and self.used >= self.seconds - self.margin:
             self._ended = True  # in a replay the run may continue
             left = f", {self.margin:g} s before it" if self.margin else ""
-            engine.terminate(reason=f"time limit of {self.seconds:g} s{left}: {self.used:.1f} s are used")
+            reason = f"time limit of {self.seconds:g} s{left}: {self.used:.1f} s are used"
+            engine.terminate(reason=reason, observed=True)
 
     def _now(self, event: Event) -> float:
         return event.time_ns / 1e9 if self.clock is None else self.clock()

@@ -19,6 +19,6 @@ def run(arguments: argparse.Namespace) -> int:
         found = verify(run, lambda folder: rebuild(run, folder).trainer, arguments.first, arguments.last)
     with until_closed():
         print(found.report())
-    if found.divergence is None and found.missing is None and found.tensor is None:
-        return DAMAGED if found.damage else OK
-    return FAILED
+    if found.differs:
+        return FAILED
+    return OK if found else DAMAGED

@@ -10,8 +10,9 @@ from pulsetrain.engine.recording.diff.environments import environment_difference
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
-__all__ = ["BATCH", "STATE", "Cause", "Evidence", "diagnose"]
+__all__ = ["BATCH", "CONTINUED", "STATE", "Cause", "Evidence", "diagnose"]
 
+CONTINUED = "the run continued"  # in place of the event that ended another one
 STATE, BATCH = FingerprintEvents.STATE_FINGERPRINTED.value, FingerprintEvents.BATCH_FINGERPRINTED.value
 
 
@@ -75,14 +76,17 @@ def _from_event(evidence: Evidence) -> list[Cause]:
     if settings := _changed(evidence, "settings"):
         found.append(Cause("settings", "; ".join(settings)))
     is_other_event = "event" in fields or "engine" in fields  # whose fields say nothing about the first one's
-    if is_other_event:
+    if CONTINUED in (was.event, now.event):
+        found.append(Cause("end", _other_end(was, now)))
+    elif is_other_event:
         found.append(Cause("handlers", f"{now.engine} fired {now.event} in place of {was.engine}'s {was.event}"))
     elif now.event == BATCH:
         found.append(Cause("data", "the batch differs: the data, their order or their random augmentation has changed"))
     elif any(name == "lr" or name.startswith(("lr.", "payload.learning_rates")) for name in fields):
         found.append(Cause("learning rate", "the schedule, or the rate of the optimizer, has changed"))
     if evidence.repeats is False:
-        text = "two reruns from the same checkpoint differ: a kernel, a thread or an outside input is random; "
+        text = "two reruns from the same checkpoint differ: a kernel, a thread or an outside input is random, or "
+        text += "something that outlives a run in the process has changed, as an attribute of a class or a global; "
         found.append(Cause("non-deterministic", text + "torch.use_deterministic_algorithms(True) names such kernels"))
     elif _generators_differ(evidence):
         text = "the global generators are used more or less often than in the recorded run"
@@ -90,6 +94,14 @@ def _from_event(evidence: Evidence) -> list[Cause]:
             text += "; possibly when the model is made: another model, or changed code"
         found.append(Cause("random numbers", text))
     return found
+
+
+def _other_end(was: LoggedEvent, now: LoggedEvent) -> str:
+    ended, other = (was, "this one") if now.event == CONTINUED else (now, "the recorded run")
+    whose = "the recorded run" if ended is was else "this run"
+    how = f" ({ended.payload['reason']})" if isinstance(ended.payload, dict) and "reason" in ended.payload else ""
+    text = f"{whose} was ended by {ended.event}{how}, and {other} continued: what ended it has changed, or depends on "
+    return text + "something that no recording holds, such as the clock; then call terminate(observed=True)"
 
 
 def _generators_differ(evidence: Evidence) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Phase
 from pulsetrain.engine.checkpoint import Location, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
+from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.run_file import read_run_file
@@ -26,6 +27,7 @@ from pulsetrain.handlers import (
     Profiler,
     ProgressBar,
     Throughput,
+    TimeLimit,
 )
 from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerprint_of
 from pulsetrain.handlers.recorder.resume_check import OPTIONAL
@@ -34,10 +36,11 @@ from pulsetrain.trainer import Trainer
 
 __all__ = ["ExpectedEvents", "Rerun", "checkpoint_before", "first_checkpoint", "nearest_checkpoint"]
 
-# they write, print and measure, and do not change the deterministic events: a rerun detaches them
+# they write, print, measure, or end the run by the clock, and do not change the deterministic events: a rerun detaches
+# them
 OUTPUT_HANDLERS = (
     *(Alert, Checkpointer, CrashBundle, HangWatchdog, LRFinder, MemoryMonitor, MetricLogger),
-    *(Plots, Profiler, ProgressBar, Throughput),
+    *(Plots, Profiler, ProgressBar, Throughput, TimeLimit),
 )
 ENDINGS = frozenset({"exception_raised", "terminate"})
 COMPARED = "the comparison is complete"  # the reason for which a rerun is terminated
@@ -127,6 +130,7 @@ class Rerun:
             trainer.add_event_handler(Events.STARTED, lambda engine: engine.data.keep_rewinds(*rewinds))
         self.check = EventCheck(iter(()))
         self.start = self.end = 0  # iterations
+        self._stops: set[int] = set()  # iterations after which the recorded run ended and was resumed
         if checkpoint is None:
             if run is not None:
                 self.recorder.repeat(EventLog(run))
@@ -168,10 +172,16 @@ class Rerun:
         self.recorder.resume_check = self.check
         trainer.add_event_handler(Events.ITERATION_COMPLETED, flush, phase=Phase.PERSIST)
         trainer.add_event_handler(Events.ITERATION_STARTED, stop_after_the_end)
-        try:
-            trainer.train()
-        except Exception:  # of the run itself: `ending` finds it in the log
-            self.recorder.flush()
+        self._stops = expected.stops
+        ended_at = -1
+        while ended_at < 0 or (self._is_expected_to_continue() and trainer.state.iteration > ended_at):
+            if ended_at >= 0:
+                self._resume_here()
+            ended_at = trainer.state.iteration
+            try:
+                trainer.train()
+            except Exception:  # of the run itself: `ending` finds it in the log
+                self.recorder.flush()
         self.end = trainer.state.iteration
         self.recorder.resume_check = None
         self.recorder.detach()
@@ -181,7 +191,23 @@ class Rerun:
         if not log_files(self.recorder.folder)[0].exists():
             return None  # the recorded log holds nothing to compare, so nothing was run
         ends = list(self.log().read(engine=self.trainer.name, event=ENDINGS))
-        return next((event for event in reversed(ends) if not _is_ours(event)), None)
+        return next((event for event in reversed(ends) if not _is_ours(event) and not self._is_stop(event)), None)
+
+    def _resume_here(self) -> None:
+        """Continue as a process that resumes from a checkpoint made now."""
+        trainer = self.trainer
+        trainer.load_checkpoint_state(trainer.checkpoint_state())
+        iteration = trainer.state.iteration
+        trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=self.recorder.folder, iteration=iteration))
+        self.recorder.resume_check = self.check
+
+    def _is_expected_to_continue(self) -> bool:
+        """Whether the recorded run ended here, too, and was resumed."""
+        undecided = self.check.waiting and self.check.divergence is None
+        return undecided and self.trainer.state.iteration in self._stops
+
+    def _is_stop(self, event: LoggedEvent) -> bool:
+        return event.iteration in self._stops and event.iteration < self.end
 
     def state(self) -> StateFingerprint:
         """Fingerprints of the trainer's current state."""
@@ -208,6 +234,8 @@ def _is_ours(event: LoggedEvent) -> bool:
 class ExpectedEvents:
     """The deterministic events of a log that a rerun must repeat.
 
+    They continue where the run was ended by a handler, or from outside, and resumed after that.
+
     Args:
         events: the events of the log, in order.
         engine: name of the trainer's engine.
@@ -226,20 +254,36 @@ class ExpectedEvents:
         self._events, self._engine, self._last = events, engine, last
         self._stopped_from_outside = False
         self.end: LoggedEvent | None = None  # of the run, if it can be repeated; known after the last event was read
+        self.stops: set[int] = set()  # iterations after which the run ended and was resumed, as far as was read
 
     def __iter__(self) -> Iterator[LoggedEvent]:
         for event in self._events:
-            if event.engine == self._engine and not (event.ord < 0 and self._is_superseded(event.seq)):
+            is_own, is_replaced = event.engine == self._engine, event.ord < 0 and self._is_superseded(event.seq)
+            if is_own and is_replaced and event.event == "terminate":
+                self.stops.add(event.iteration)  # resumed from a checkpoint of before it
+            elif is_own and not is_replaced:
                 if self._last is not None and event.iteration > self._last:
                     return
-                self._stopped_from_outside |= event.event in ("preempted", "interrupt")
+                self._stopped_from_outside |= event.event in ("preempted", "interrupt") or _depends_on_the_clock(event)
                 if event.event == "interrupt":
-                    return
+                    continue  # the run was paused
                 if event.event in ENDINGS:
+                    if self._is_resumed():
+                        self.stops.add(event.iteration)
+                        self._stopped_from_outside = False
+                        continue
                     self.end = None if self._stopped_from_outside else event
                     return
             if event.ord >= 0 and (event.event in OPTIONAL or not event.open):
                 yield event
+
+    def _is_resumed(self) -> bool:
+        """Read on to where the run continues; false if it does not."""
+        return any(each.event == "started" and each.engine == self._engine for each in self._events)
+
+
+def _depends_on_the_clock(event: LoggedEvent) -> bool:
+    return event.event == "terminate" and isinstance(event.payload, dict) and event.payload.get("observed") is True
 
 
 class _TerminatingCheck(EventCheck):

@@ -25,7 +25,7 @@ from pulsetrain.state.handler_registry import state_of
 from pulsetrain.state.part import CheckedPart, Part, StateDict, Stateful, keeps_state, require
 
 __all__ = [
-    "FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "PartOf", "RunState",
+    "FORMAT", "MAY_CHANGE", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "PartOf", "RunState",
     "StrategyPart",
 ]  # fmt: skip
 
@@ -38,7 +38,7 @@ _FIRST_COUNTERS = (  # which every checkpoint of this format has
 )  # fmt: skip
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
 _LOG_POINTS = "log_every_n_steps"
-_MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir")
+MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
 _REQUIRED = (
@@ -191,7 +191,7 @@ class MadeWith(PartOf[_Described]):
             ("settings", "the run resumes with other settings than before"),
         ):
             before, now = (
-                {key: value for key, value in made[name].items() if key not in _MAY_CHANGE} for made in (state, current)
+                {key: value for key, value in made[name].items() if key not in MAY_CHANGE} for made in (state, current)
             )
             differences = environment_differences(before, now)
             if differences:

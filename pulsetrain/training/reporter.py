@@ -53,11 +53,15 @@ class MetricsReporter:
         """Leave out seconds that were not training."""
         self._rate.paused += seconds
 
-    def log(self) -> None:
+    def log(self, *, provisional: bool = False) -> None:
         """Report what has come since the last log point: fires METRICS_LOGGED.
 
         Only here does training wait for the device: for what is reported, to count what fp16 skipped, and to warn of a
         loss that is not finite.
+
+        Args:
+            provisional: the run ends before its bound. The next log point of a run that continues reports these losses,
+                too, as if it had never ended; so this event is an observed one.
         """
         engine, stepper = self._engine, self._stepper
         if self._backend.skips_updates:
@@ -69,10 +73,11 @@ class MetricsReporter:
         if not engine.hears(Events.METRICS_LOGGED):
             if self._would_warn() and not self.losses.are_finite("log"):  # nobody else needs the loss on the host
                 self._warn_unless_finite(self.losses.peek("log").item())
-            for losses in self._all_losses():
+            for losses in self._all_losses() if not provisional else ():
                 losses.forget("log")
             return
-        metrics = self._means("log", lambda losses, reader: losses.consume(reader).item())
+        read = Losses.peek if provisional else Losses.consume
+        metrics = self._means("log", lambda losses, reader: read(losses, reader).item())
         self._warn_unless_finite(metrics["train/loss"])
         if stepper.grad_norm is not None:
             metrics["grad_norm"] = stepper.grad_norm.item()
@@ -80,7 +85,7 @@ class MetricsReporter:
         if self._backend.skips_updates:
             metrics["skipped_updates"] = float(self.announced_skips)
         metrics.update(self._rate.read(engine.state.samples, engine.state.tokens))
-        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics), observed=provisional)
 
     def _would_warn(self) -> bool:
         """Whether a loss that is not finite is to be warned of: once, and only if no handler guards against it."""

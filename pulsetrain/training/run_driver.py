@@ -247,12 +247,14 @@ class RunDriver:
             self._run.backend.reseed(self._data.seed)
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
-        engine.terminate(reason=f"{event.payload.signal} was received")
+        engine.terminate(reason=f"{event.payload.signal} was received", observed=True)
 
     def _finish(self) -> None:
         """At the run's end, report what no log point has; a run that reached its bound ends with a validation."""
-        self._reporter.log()
-        if not self._data.epoch_done:
+        state, inside = self._engine.state, not self._data.epoch_done
+        ends_inside = self._length.reached(state) is not None or state.iteration == state.max_iters
+        self._reporter.log(provisional=not (ends_inside if inside else self.is_done))
+        if inside:
             self._reporter.add_unfinished_epoch()
         if self.is_done:
             self._validator.validate_once()

@@ -5,6 +5,7 @@ Nothing here waits for the device, except while the first batches of a run are c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted
 from pulsetrain.engine.events.subscription import Phase
-from pulsetrain.engine.optimizers import NamedOptimizers
+from pulsetrain.engine.optimizers import NamedOptimizers, parts_of
 from pulsetrain.engine.step.accumulation import Accumulate, Accumulation
 from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
 from pulsetrain.engine.step.first_batch import FirstBatch
@@ -168,6 +170,9 @@ class Stepper:
     def start(self) -> None:
         """A run starts or continues: the model trains, and the batches' values are checked until the first update."""
         self._checks = True
+        if not self.by_hand:
+            for optimizer in parts_of(self.store.optimizer).values():
+                _check_needs_no_closure(optimizer)
         train = getattr(self.store.optimizer, "train", None)  # of a schedule-free one
         if callable(train):
             train()
@@ -347,6 +352,17 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     if len(groups) == 1 and type(rate := groups[0]["lr"]) is float:
         return (rate,)
     return tuple([rate if type(rate := group["lr"]) is float else _as_number(rate) for group in groups])
+
+
+def _check_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            "its step() evaluates the loss several times, by a closure, which a Trainer does not have; write the loop "
+            "by hand with pulsetrain.Loop, or choose another optimizer",
+            "Trainer",
+            optimizer=type(optimizer),
+        )
 
 
 def _as_number(rate: Any) -> Any:

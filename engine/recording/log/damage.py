@@ -44,7 +44,7 @@ def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found:
     ]
     rest = _iterations(index, len(index), found.events, to_end=True)
     if found.torn:
-        damage.append(Damage(tail.name, 0, 0, f"{len(found.torn)} damaged lines" + rest, last))
+        damage.append(Damage(tail.name, 0, 0, f"damaged lines: {len(found.torn)}" + rest, last))
     elif head is not None and size % CHUNK:
         reason = f"cut off after {size} bytes: the last events may be missing" + rest
         damage.append(Damage(tail.name, 0, 0, reason, max([last, *(event.seq for event in found.events)])))
@@ -170,7 +170,19 @@ def _explained(index: Index, before: int, number: int) -> bool:
     around = [index.header(each) for each in range(before, number + 1)]
     missing = any(index.after[each] != index.seq[1][each - 1] for each in range(before + 1, number + 1))  # whole blocks
     lost = any(LOST in part.events for header in around for part in header.engines.values())
-    return missing or lost or any(header.thinned for header in around)
+    return missing or lost or any(header.thinned for header in around) or _continues_earlier(index, number)
+
+
+def _continues_earlier(index: Index, number: int) -> bool:
+    """Whether the block begins an attempt that continues one before the last, whose events are there."""
+    return any(
+        ord == index.ord[0][number]
+        and any(
+            index.ord[0][each] <= ord - 1 <= index.ord[1][each] and index.seq[0][each] <= after
+            for each in range(number)
+        )
+        for _, after, ord in index.header(number).seams
+    )
 
 
 def _missing_around(sealed: Path, contents: Contents, tail: Path, found: Recovered) -> Iterator[Damage]:

@@ -93,7 +93,8 @@ class EventLog:
             if not self.damage:  # else the writer may have been writing just then
                 break
         seams = [*self._index.seams, *(seam_of(event) for event in self._events if event.event == SEAM)]
-        self._superseded = [(after, seam) for seam, after, _ in seams]
+        self._seams = [(after, seam) for seam, after, _ in seams]
+        self._superseded = _in_force(self._seams)
         self._read_losses()
 
     def _open(self) -> None:
@@ -206,14 +207,14 @@ class EventLog:
     def attempts(self, after: int) -> list[tuple[int, int]]:
         """The first and last seq of each attempt after this seq: the original one, and each resume from there."""
         end = max([0, self._index.last_seq, *(event.seq for event in self._events)])
-        seams = sorted((seam, before) for before, seam in self._superseded if before <= after < seam)
+        seams = sorted((seam, before) for before, seam in self._seams if before <= after < seam)
         starts = [after + 1, *(seam + 1 for seam, before in seams if before == after)]
         ends = [seam - 1 for seam, _ in seams]
         return [(start, min([each for each in ends if each >= start], default=end)) for start in starts]
 
     def attempt(self, first: int, last: int) -> Iterator[LoggedEvent]:
         """The events of one attempt, without those superseded within it."""
-        inside = [(after, seam) for after, seam in self._superseded if first <= seam <= last]
+        inside = _in_force([(after, seam) for after, seam in self._seams if first <= seam <= last])
         for event in self.read(seq=(first, last), superseded=True):
             if event.ord < 0 or not any(after < event.seq < seam for after, seam in inside):
                 yield event
@@ -278,6 +279,24 @@ class EventLog:
     def is_superseded(self, seq: int) -> bool:
         """Whether a deterministic event of this seq has been computed again."""
         return any(after < seq < seam for after, seam in self._superseded)
+
+
+def _in_force(seams: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges of seq that the newest attempt has superseded, given `after` and seq of each seam.
+
+    An attempt that started from a checkpoint of an earlier one continues that: the seams of attempts since then, which
+    ended in nothing, do not count.
+
+    >>> _in_force([(3, 10), (6, 20)])  # the second attempt continues the first one, whose events 4 to 6 count again
+    [(6, 20)]
+    >>> _in_force([(3, 10), (15, 20)])
+    [(3, 10), (15, 20)]
+    """
+    found: list[tuple[int, int]] = []
+    for after, seam in sorted(seams, key=lambda each: each[1], reverse=True):
+        if not found or seam <= found[-1][0]:
+            found.append((after, seam))
+    return found[::-1]
 
 
 def read_ranks(path: str | Path, **query: Unpack[ReadOptions]) -> Iterator[tuple[int, LoggedEvent]]:

@@ -160,10 +160,9 @@ class LogWriter:
 
     def _note_loss(self, damage: Sequence[Damage], kept: Sequence[str]) -> None:
         reason = "; ".join(map(str, damage))
+        where = "what cannot be read is kept in other files, and " if kept else ""
         get_logger("engine").warning(
-            "the event log is damaged: what cannot be read is kept in other files, and the log continues without it",
-            damage=reason,
-            kept=kept,
+            f"the event log is damaged: {where}the log continues without what is missing", damage=reason, kept=kept
         )
         payload = {"reason": reason, "after": min(each.after for each in damage), "kept": kept}
         self.add(LoggedEvent(event=LOST, payload=payload, seq=self.last_seq + 1, t=time.time_ns()))

@@ -19,7 +19,8 @@ examples:
   pulsetrain verify runs/a
   pulsetrain verify runs/a --from 48000 --to 48300
 
-exit status: 0 reproduced bit for bit; 1 not reproduced; 2 wrong input; 3 the log is damaged, the rest reproduced
+exit status: 0 reproduced bit for bit; 1 not reproduced; 2 wrong input; 3 the log is damaged or some iterations could
+not be compared, the rest reproduced
 """
 
 

@@ -129,18 +129,18 @@ def test_a_request_of_any_rank_ends_all_at_the_same_fixed_point_and_a_signal_at_
                         found.append((iteration, stop))
                         break
         calls = control.calls
-        quiet = Pulse(control, every=10, within=1e9)
-        quiet_calls = [quiet.beat(each, fixed=each % 10 == 0) for each in range(1, 101) if quiet.is_due(each)]
+        calm = Pulse(control, every=10, within=1e9)
+        calm_calls = [calm.beat(each, fixed=each % 10 == 0) for each in range(1, 101) if calm.is_due(each)]
         control.barrier()
-        return found, quiet_calls, control.calls - calls - 1
+        return found, calm_calls, control.calls - calls - 1
 
     first, second = in_processes(body)
     assert first.error == second.error == ""
     assert first.value == second.value
-    found, quiet, calls = first.value
+    found, calm, calls = first.value
     enough = StopRequest("enough", "", 1)
     assert found == [(10, enough), (10, StopRequest("enough", "SIGTERM", 1)), (10, enough), (20, enough)]
-    assert (quiet, calls) == ([None] * 10, 10)
+    assert (calm, calls) == ([None] * 10, 10)
 
 
 def test_a_signal_is_agreed_on_between_two_log_points():

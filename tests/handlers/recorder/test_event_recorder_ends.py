@@ -58,7 +58,7 @@ def test_a_terminated_run_is_written_to_its_end(tmp_path):
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: engine.terminate(skip_completed=True, reason="enough"))
     EventRecorder(tmp_path).attach(engine)
     engine.run([0, 1], max_epochs=1)
-    assert recorded(tmp_path)[-1]["payload"] == {"reason": "enough"}
+    assert recorded(tmp_path)[-1]["payload"] == {"reason": "enough", "observed": False}
 
 
 def test_a_log_that_is_there_is_continued_and_a_cut_line_reported(tmp_path):
@@ -86,7 +86,7 @@ def test_a_log_that_is_there_is_continued_and_a_cut_line_reported(tmp_path):
     assert warning["kept"] == ["tail.jsonl.damaged-1"]
     assert (killed / "events" / "tail.jsonl.damaged-1").read_bytes() == content[:-9].split(b"\n")[-1]
     (damage,) = EventLog(killed).damage
-    assert "1 damaged lines: between iteration 0 and the end of 'trainer'; " in damage.reason
+    assert "damaged lines: 1: between iteration 0 and the end of 'trainer'; " in damage.reason
     assert "; the unreadable bytes are in tail.jsonl.damaged-1" in damage.reason
     assert types(killed)[:5] == ["metrics_logged"] * 3 + ["log_lost", "started"]
     assert types(killed)[-1] == "completed"

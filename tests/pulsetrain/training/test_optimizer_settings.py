@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, SupervisedStrategy, TorchBackend
+from pulsetrain.engine import ConfigurationError, Events, SupervisedStrategy, TorchBackend
 from pulsetrain.handlers import ConsoleLogger
-from tests.support.models import loader, regression_model
+from tests.support.models import loader, regression_model, trainer
 
 
 def trained_with(optimizer, model=None, **settings):
@@ -76,6 +76,16 @@ def test_a_decay_that_the_optimizer_cannot_have_is_refused():
     model = regression_model()
     lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.5)
     assert len(refusals([lambda: trained_with(lbfgs, model, weight_decay=0.1)])) == 1
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_first_batch():
+    model, read = regression_model(), []
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.5)
+    made = trainer({"max_epochs": 1}, model=model, train_loader=loader(), optimizer=lbfgs)
+    made.add_event_handler(Events.ITERATION_STARTED, lambda: read.append(1))
+    with pytest.raises(ConfigurationError, match=r"Trainer\(optimizer=LBFGS\): its step\(\) .* with pulsetrain\.Loop"):
+        made.train()
+    assert read == []
 
 
 def test_one_of_several_groups_has_the_configured_values():
