@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
 from enum import Enum
-from functools import _lru_cache_wrapper, cache, cached_property, partial
+from functools import _lru_cache_wrapper, cache, cached_property, partial, partialmethod, singledispatchmethod
 from inspect import getattr_static
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -45,6 +45,7 @@ _OF_TYPES = (
     "typing",
 )  # whose objects in a class are functions and aliases, where they are callable
 _METHODS = (classmethod, staticmethod)
+_BINDING = (*_METHODS, partialmethod, singledispatchmethod)  # descriptors that keep nothing
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 
 
@@ -140,8 +141,8 @@ def _is_value(value: object) -> bool:
 def is_cached(holder: object, name: str) -> bool:
     """Whether an attribute is one that a descriptor of the class keeps, such as a cached property."""
     kept = getattr_static(type(holder), name, None)
-    if isinstance(kept, cached_property):
-        return True
+    if isinstance(kept, (cached_property, *_BINDING)):
+        return isinstance(kept, cached_property)
     accessor = hasattr(type(kept), "__get__") and not hasattr(type(kept), "__set__") and not callable(kept)
     return accessor and is_installed(kept)
 
