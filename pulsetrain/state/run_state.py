@@ -301,10 +301,19 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
         """Refuse a state of other parameters; groups that were added to the optimizer since the start may differ.
 
         Raises:
-            CheckpointError: it is one.
+            CheckpointError: it is one, or has added parameters that are in this optimizer's first groups.
         """
-        groups = self._owner.param_groups[: self._groups] + self._added(state)
-        check_optimizer_state(self._owner, state, groups)
+        first, added = self._owner.param_groups[: self._groups], self._added(state)
+        check_optimizer_state(self._owner, state, first + added)
+        held = {id(each) for group in first for each in group["params"]} if added else set()
+        names = {id(each): name for name, each in self._model.named_parameters()} if added else {}
+        twice = [names[id(each)] for group in added for each in group["params"] if id(each) in held]
+        if twice:  # torch would raise when the group is added, after the model has been loaded
+            raise CheckpointError(
+                f"the run had added groups to the optimizer with the parameters {', '.join(twice)}, which are in its "
+                "first groups here: modules were replaced during the run; replace the modules and add the groups "
+                "before train(resume=...)"
+            )
 
     def load_state_dict(self, state: StateDict) -> None:
         configured = self._rates()
