@@ -36,9 +36,10 @@ FORMAT = 5
 _FIRST_COUNTERS = (  # which every checkpoint of this format has
     "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
 )  # fmt: skip
-# settings that may differ between two parts of one run: its length, what it reports, where it writes
+# settings that may differ between two parts of one run: its length, what it reports, where it writes, and its seed, of
+# which the DataCursor says that the checkpoint's is used
 _LOG_POINTS = "log_every_n_steps"
-MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir")
+MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir", "seed")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
 _REQUIRED = (
