@@ -66,10 +66,6 @@ class Task:
             precision="bf16", compile=compile, threads=8,
         )  # fmt: skip
 
-    def lasting(self, iterations: int) -> Task:
-        """The same with another length."""
-        return replace(self, iterations=iterations)
-
     def model_arguments(self) -> dict[str, int]:
         names = ("layers", "width", "heads", "context", "vocabulary")
         return {name: getattr(self, name) for name in names}
