@@ -32,6 +32,7 @@ class ControlGroup:
         group: for the collectives, with `timeout`; None where there is one process.
         store: that all ranks share.
         timeout: seconds that a rank may be late.
+        hosts: whether the store ends with this process.
     """
 
     def __init__(
@@ -40,11 +41,14 @@ class ControlGroup:
         group: torch.distributed.ProcessGroup | None = None,
         store: Store | None = None,
         timeout: float = 60.0,
+        *,
+        hosts: bool = False,
     ) -> None:
         self.ranks, self.timeout = ranks, timeout
         self.calls = 0  # collectives so far
         self._group, self._store = group, store
-        self.board = None if store is None else FailureBoard(store, ranks.rank)
+        others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self.board = None if store is None else FailureBoard(store, ranks.rank, others if hosts else ())
 
     @property
     def is_shared(self) -> bool:

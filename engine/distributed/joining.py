@@ -53,7 +53,8 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     if _joined is None or _joined[0] is not group:
         gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         shared = PrefixStore("pulsetrain", _store_beside(found, timeout) if store is None else store)
-        _joined = group, ControlGroup(found, gloo, shared, timeout)
+        hosts = found.is_main and not _has_launcher()
+        _joined = group, ControlGroup(found, gloo, shared, timeout, hosts=hosts)
     return _joined[1]
 
 

@@ -8,7 +8,7 @@ store, in place or by value; its callers do not see the difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -241,8 +241,21 @@ class ModelStore(Protocol):
     waiting: GradientInfo | None = None
     """Gradients held as values for the next update; None where the parameters hold them."""
 
+    @property
+    def eval_state(self) -> ModelState:
+        """The newest state for forward passes without gradients, which need no other process."""
+        return self.state
+
     def part(self, name: str) -> ModelState:
         """The state that one of several optimizers updates; "" is the whole."""
+
+    def refresh(self) -> None:
+        """Several processes train: take into account which parameters learn now, before each step."""
+        return
+
+    def without_averaging(self) -> AbstractContextManager[object]:
+        """Around a step whose gradients wait for those of further batches, with which the ranks average them."""
+        return nullcontext()
 
     def commit(self, state: ModelState) -> None:
         """An update was made: continue from this state, which nobody else holds."""
