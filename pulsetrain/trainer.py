@@ -50,6 +50,7 @@ from pulsetrain.training.agreement import Agreement
 from pulsetrain.training.arguments import (
     check_kinds,
     check_metric_names,
+    check_ranks,
     configured_handlers,
     named_loaders,
     resolve_strategy,
@@ -172,6 +173,8 @@ class Trainer(Engine):
         self.length.measure(self.strategy, self.backend)
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
+        if self.agreement.is_shared:
+            check_ranks(self.model, self.handlers)
         self.callbacks = CallbackList(list(callbacks))
         self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps, self.agreement)
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
@@ -254,10 +257,15 @@ class Trainer(Engine):
         self.driver.rewind(first, last, reason)
 
     def terminate(
-        self, skip_completed: bool = False, *, reason: str = "terminate() was called", observed: bool = False
+        self,
+        skip_completed: bool = False,
+        *,
+        reason: str = "terminate() was called",
+        observed: bool = False,
+        alike: bool = False,
     ) -> None:
         self.driver.cancel_rewind()
-        if self.agreement.is_shared and not skip_completed:
+        if self.agreement.is_shared and not alike:
             self.agreement.ask(reason, observed=observed)
         else:
             super().terminate(skip_completed, reason=reason, observed=observed)

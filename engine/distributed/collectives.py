@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pulsetrain.engine.distributed.failures import FailureBoard
 from pulsetrain.engine.distributed.ranks import Ranks
-from pulsetrain.engine.errors import PeerFailed
+from pulsetrain.engine.errors import PeerFailed, PulsetrainError
 
 __all__ = ["ControlGroup"]
 
@@ -78,6 +78,25 @@ class ControlGroup:
         values = [value]
         self._meet("a broadcast", lambda: torch.distributed.broadcast_object_list(values, src=0, group=self._group))
         return values[0]
+
+    def main_decides(self, decide: Callable[[], T]) -> T:
+        """What the function returns in the main process, in every process.
+
+        Raises:
+            PulsetrainError: it was raised there.
+        """
+        if self._group is None:
+            return decide()
+        decided: tuple[T | None, PulsetrainError | None] = (None, None)
+        if self.ranks.is_main:
+            try:
+                decided = decide(), None
+            except PulsetrainError as error:
+                decided = None, error
+        value, refused = self.broadcast(decided)
+        if refused is not None:
+            raise refused
+        return value  # type: ignore[return-value]  # decided
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give these tensors the values of the main rank, in place."""

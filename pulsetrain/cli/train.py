@@ -17,6 +17,7 @@ from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine import ConfigurationError, Events, PulsetrainError
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 
@@ -35,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return _dry_run(arguments, config, watch)
             base = base_of(arguments.config.parent)
             assembly = assemble(config, base, arguments.folder, resume=arguments.resume, wait=arguments.wait)
-            _announce(assembly, arguments.resume)
+            if ranks().is_main:
+                _announce(assembly, arguments.resume)
             # only the first time: a run that goes back to a checkpoint fires STARTED again
             assembly.trainer.add_event_handler(
                 Events.STARTED, lambda engine: updates.append(engine.state.update) if len(updates) == 1 else None
@@ -59,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return report(error)
             trainer = assembly.trainer
             return _failed(error, assembly, early=trainer.state.update == updates[-1] and not trainer.rewinds)
+        if not ranks().is_main:
+            return watch.status
         print(summary(assembly, time.perf_counter() - started))
         if watch.status:
             print(resume_command(assembly, arguments.config, arguments.settings))
@@ -86,6 +90,9 @@ def _announce(assembly: Assembly, resume: str | None) -> None:
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
     """Report the error. A run without an update leaves no files: the corrected command then finds its folder free."""
+    if not ranks().is_main:
+        error.add_note(f"in the process of rank {ranks().rank}")
+        return report(error) if isinstance(error, PulsetrainError) else report(error, FAILED)
     if early:
         assembly.claim.release()
         forget_bundle(error)

@@ -132,6 +132,10 @@ class RunDriver:
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """End here, and continue after the newest checkpoint before iteration `first`; see `Trainer.rewind`."""
+        if self._agreement.is_shared:
+            raise ConfigurationError(
+                "several processes cannot return to a checkpoint during a run yet", "Trainer.rewind"
+            )
         if self._engine.should_terminate or self._engine.state.stop_reason is not None:
             get_logger("pulsetrain").warning("the run ends, and does not rewind", reason=reason)
             return
@@ -194,7 +198,7 @@ class RunDriver:
             self._run.load_checkpoint(source)
             return
         manager, control = self._registry.checkpointer("train(resume='latest')").manager, self._agreement.control
-        latest = control.broadcast(manager.get_latest() if control.ranks.is_main else None)
+        latest = control.main_decides(manager.get_latest)
         if latest is not None:
             self._run.load_checkpoint(latest)
             return

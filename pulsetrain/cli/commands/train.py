@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
     parser.add_argument(
         "--run",
+        "--folder",  # torchrun takes --run for an option of its own
         dest="folder",
         metavar="FOLDER",
         help="the run folder, instead of the configuration's; '{n}' in it is the next free number",
