@@ -18,6 +18,7 @@ from pulsetrain.engine.errors import PeerFailed, PulsetrainError
 __all__ = ["ControlGroup"]
 
 T = TypeVar("T")
+_SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
 
 
 class ControlGroup:
@@ -120,6 +121,13 @@ class ControlGroup:
         failure = self.board.first_of_others(wait=2.0)  # a rank writes its error before its connections close
         if failure is not None:
             return failure.as_error()
+        others = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
+        ended = self.board.ended(others, within=_SILENT)
+        if ended and "timed out" not in str(error).lower():
+            return PeerFailed(
+                f"{_listed(ended)} ended without an error, while this one waited for {what}: perhaps it was killed, or "
+                "its memory was exhausted; see its own output and the system's log"
+            )
         late = self._late()
         if late:
             return PeerFailed(

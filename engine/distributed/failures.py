@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from pulsetrain.engine.errors import PeerFailed
 
 __all__ = ["Failure", "FailureBoard", "Warden"]
 
-_FIRST, _READ = "failure/first", "failure/read/"
+_FIRST, _READ, _ALIVE = "failure/first", "failure/read/", "alive/"
 _READING = 3.0  # seconds that the others have for it
 _POLL = 0.05  # seconds
 _LIMIT = 20_000  # characters of a traceback, which a store holds in memory
@@ -67,6 +68,29 @@ class FailureBoard:
             self._store.wait([f"{_READ}{rank}" for rank in self._readers], timedelta(seconds=_READING))
         except RuntimeError:  # it was on a rank that has ended; or a reader has
             return
+
+    def beat(self) -> None:
+        """Show that this rank is there; a store that has ended is ignored."""
+        with suppress(RuntimeError):
+            self._store.add(f"{_ALIVE}{self._rank}", 1)
+
+    def ended(self, ranks: Sequence[int], within: float) -> list[int]:
+        """Which of these ranks have not beaten within so many seconds; none if the store has ended.
+
+        >>> from torch.distributed import HashStore
+        >>> FailureBoard(HashStore(), rank=0).ended([1], within=0.01)
+        [1]
+        """
+        try:
+            before = [self._store.add(f"{_ALIVE}{rank}", 0) for rank in ranks]
+            time.sleep(within)
+            return [
+                rank
+                for rank, count in zip(ranks, before, strict=True)
+                if self._store.add(f"{_ALIVE}{rank}", 0) == count
+            ]
+        except RuntimeError:
+            return []
 
     def first(self) -> Failure | None:
         """The first error that was written."""
@@ -129,6 +153,7 @@ class Warden:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
+            self._board.beat()
             failure = self._board.first_of_others()
             if failure is not None:
                 if not self._ended.wait(self._grace):

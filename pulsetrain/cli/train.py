@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 
+from pulsetrain.cli.launch import Launch, launch
 from pulsetrain.cli.reports import FAILED, STOPPED, UNSAVED, output_may_fail, report
 from pulsetrain.cli.results import logs_on_stderr, resume_command, summary, unsaved
 from pulsetrain.configuration.assemble import Assembly, assemble
@@ -25,7 +27,24 @@ __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Assemble the run, train it, and print where the results are."""
+    """Assemble the run, train it, and print where the results are; or start the processes that do."""
+    how = Launch.of(arguments.settings)
+    if how is None:
+        return _run(arguments)
+    words = [str(arguments.config), *(f"--{name}={text}" for name, text in _without_launch(arguments.settings).items())]
+    for name, value in (("--folder", arguments.folder), ("--resume", arguments.resume)):
+        words += [name, str(value)] if value is not None else []
+    words += [f"--{name}" for name in ("wait", "dry-run", "traceback") if getattr(arguments, name.replace("-", "_"))]
+    config = read_config(arguments.config, _without_launch(arguments.settings))
+    runs = Path(arguments.folder or config["run"]).parent  # its name may have a number that is not known yet
+    return launch(how, words, lambda: sorted(str(each) for each in runs.glob("*/checkpoints/*")))
+
+
+def _without_launch(settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in settings.items() if not name.startswith("launch.")}
+
+
+def _run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     assembly: Assembly | None = None
     updates = [0]  # the last item: the optimizer updates that had been made when this command started training

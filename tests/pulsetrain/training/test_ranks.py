@@ -455,6 +455,19 @@ def test_the_error_of_one_rank_is_what_the_other_one_raises(who: int, tmp_path: 
     assert f"ValueError: the disk of rank {who} has gone" in other
 
 
+def test_a_rank_that_is_killed_is_named(tmp_path: Path):
+    def body(rank: int) -> None:
+        made = dropping(tmp_path / "run", max_epochs=1000)
+        if rank == 1:
+            made.on(Events.ITERATION_COMPLETED(once=300))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        made.train()
+
+    ended = in_processes(body, limit=30.0)
+    assert ended[1].status == -signal.SIGKILL
+    assert "PeerFailed: rank 1 has ended without an error, while this one waited for" in ended[0].error
+    assert EventLog(tmp_path / "run").verify() == []
+
+
 def test_ranks_with_other_settings_are_named_before_the_first_batch(tmp_path: Path):
     def body(rank: int) -> None:
         dropping(tmp_path / "run", learning_rate=0.1 * (1 + rank)).train()
