@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from pulsetrain.engine.backends.module_view import version_of
 from pulsetrain.engine.backends.value_states import rate_of, with_buffers
@@ -57,10 +56,6 @@ class InPlaceStore(ModelStore):
     def refresh(self) -> None:
         if self._parallel.refresh():
             self.state = self.backend.init(self._parallel.called, self.optimizer)
-
-    def without_averaging(self) -> AbstractContextManager[object]:
-        called = self._parallel.called
-        return called.no_sync() if isinstance(called, DistributedDataParallel) else nullcontext()
 
     def discard(self) -> None:
         self.backend.discard_gradients(self.state)

@@ -83,7 +83,8 @@ class Pulse:
         done = iteration - self._at
         seconds = (now - self._since) / done if done > 0 else 0.0
         stops, observed, taken, ranks, *sums = self._control.sum(
-            [asked is not None, asked is not None and asked.observed, seconds, 1.0, *values]
+            [asked is not None, asked is not None and asked.observed, seconds, 1.0, *values],
+            f"a pulse after iteration {iteration}",
         )
         if taken:
             self.next = iteration + max(1, int(self._within * ranks / taken))

@@ -131,11 +131,6 @@ class Accumulation:
         """Whether the next batch makes an update by itself."""
         return self._single and not self.batches
 
-    def may_complete(self, update: int) -> bool:
-        """Whether the next batch may make an update: false if it is known that more batches have to follow."""
-        needed = 1 if self._single else self.rule.batches_at(update)
-        return needed is None or self.batches + 1 >= needed
-
     def weigh(self, size: Size, tokens: int, update: int) -> Size:
         """The factor for the next batch's mean loss.
 

@@ -8,7 +8,7 @@ store, in place or by value; its callers do not see the difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -252,10 +252,6 @@ class ModelStore(Protocol):
     def refresh(self) -> None:
         """Several processes train: take into account which parameters learn now, before each step."""
         return
-
-    def without_averaging(self) -> AbstractContextManager[object]:
-        """Around a step whose gradients wait for those of further batches, with which the ranks average them."""
-        return nullcontext()
 
     def commit(self, state: ModelState) -> None:
         """An update was made: continue from this state, which nobody else holds."""

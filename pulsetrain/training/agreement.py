@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import LAST, Engine, Events, Phase
+from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.distributed.joining import check_alike
@@ -17,10 +18,11 @@ from pulsetrain.engine.distributed.pulse import Pulse, StopRequest
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.errors import PeerFailed
 from pulsetrain.engine.events.payloads import Preempted
+from pulsetrain.engine.logs import get_logger
 
 __all__ = ["Agreement"]
 
-_MAY_DIFFER = ("threads", "platform")  # of the environments of two ranks
+_MAY_DIFFER = ("threads", "platform", "processor")  # of the environments of two ranks
 _COLLECTIVES = ("gloo", "nccl", "timed out")  # in the message of one that failed
 
 
@@ -74,7 +76,7 @@ class Agreement:
         finally:
             warden.stop()
 
-    def check_alike(self, config: TrainingConfig, model: nn.Module) -> None:
+    def check_alike(self, config: TrainingConfig, model: nn.Module, loader: Iterable[object]) -> None:
         """Refuse ranks that were started differently.
 
         Raises:
@@ -85,7 +87,20 @@ class Agreement:
         settings = {each.name: getattr(config, each.name) for each in fields(config)}
         shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if hasattr(each, "shape")}
         versions = {name: each for name, each in describe_environment("cpu").items() if name not in _MAY_DIFFER}
-        check_alike(self.control, {**settings, **versions, "the model's tensors": sorted(shapes.items())})
+        check_alike(
+            self.control,
+            {
+                "batches in a pass": length_of(loader),
+                "the model's tensors": sorted(shapes.items()),
+                **settings,
+                **versions,
+            },
+        )
+        if length_of(loader) is None and self.control.ranks.is_main:
+            get_logger("pulsetrain").warning(
+                "the loader has no length: each process has to get as many batches, or the run ends with an error",
+                loader=type(loader).__name__,
+            )
 
     def ask(self, reason: str, *, observed: bool, signal: str = "") -> None:
         """Ask for the run's end, which all ranks reach together; see `Pulse`."""
@@ -101,14 +116,16 @@ class Agreement:
         """What to raise for an error of the run: that of the rank which failed first, if this is its consequence."""
         board = self.control.board
         assert board is not None
+        state = self._engine.state
+        where = f"epoch {state.epoch}, iteration {state.iteration}"
         if isinstance(error, PeerFailed):
+            board.post(error, where)  # where it is the first to notice
             return error
         if isinstance(error, RuntimeError) and any(
             word in str(error).lower() for word in ("gloo", "nccl", "timed out")
         ):
             return self.control.explained(error, "the gradients of a step")
-        state = self._engine.state
-        board.post(error, f"epoch {state.epoch}, iteration {state.iteration}")
+        board.post(error, where)
         return error
 
     def _begin(self) -> None:

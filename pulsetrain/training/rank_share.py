@@ -42,7 +42,7 @@ class RankShare:
         if known is not None and batch.weight is None and not batch.tokens:
             return Share(own / known[1], known[1], round(known[1] * world), 0)
         mine = [float(batch.size), batch.samples, batch.tokens] if own else [0.0, 0, 0]
-        size, samples, tokens = self._control.sum(mine)
+        size, samples, tokens = self._control.sum(mine, f"the batch of iteration {iteration}")
         even = size / world
         return Share(mine[0] / even if even else 0.0, even, round(samples), round(tokens))
 

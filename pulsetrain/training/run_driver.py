@@ -99,7 +99,7 @@ class RunDriver:
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
         try:
-            self._agreement.check_alike(self._run.config, self._run.model)
+            self._agreement.check_alike(self._run.config, self._run.model, self._run.train_loader)
             take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
             if resume is not None:
                 self._load(resume)

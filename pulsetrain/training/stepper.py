@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -275,8 +275,7 @@ class Stepper:
         store, accumulation, update = self.store, self.accumulation, engine.state.update
         size, tokens, weight = self._weighed(batch)
         scale = accumulation.weigh(size, tokens, update) * weight
-        with nullcontext() if accumulation.may_complete(update) else store.without_averaging():
-            gradients = self.backend.forward_backward(store.state, batch, strategy, scale, store.waiting)
+        gradients = self.backend.forward_backward(store.state, batch, strategy, scale, store.waiting)
         store.hold(gradients)
         if accumulation.add(size, tokens, update):
             self._update(engine, gradients, accumulation.close())

@@ -246,7 +246,8 @@ class Evaluation:
 
     def _merged(self) -> dict[str, float]:
         """The means over what all ranks have evaluated."""
-        sums = self._control.sum([each for running in self._running.values() for each in running.sums()])
+        means = [each for running in self._running.values() for each in running.sums()]
+        sums = self._control.sum(means, "the means of a validation")
         pairs = zip(self._running, sums[::2], sums[1::2], strict=True)
         return {name: total / weight if weight else float("nan") for name, total, weight in pairs}
 

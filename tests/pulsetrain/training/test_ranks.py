@@ -562,3 +562,51 @@ def test_a_batch_norm_of_each_process_is_warned_of_once():
     assert (first.error, second.error) == ("", ""), first.error + second.error
     assert (first.value[0], second.value[0]) == (["1"], [])
     assert first.value[1] == second.value[1]
+
+
+class Listed(OwnLoader):
+    """A loader of the user's, of which each process has its own."""
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with a length", "without"])
+def test_processes_with_other_numbers_of_batches_are_named(known: bool):
+    def body(rank: int) -> None:
+        class Stream:
+            def __iter__(self) -> Iterator[Any]:
+                return iter([DATA[:4]] * (3 + rank))
+
+        loader = Listed(TensorDataset(*DATA[: 12 + 4 * rank]), 4) if known else Stream()
+        make(linear(), loader, log_every_n_steps=50, max_epochs=3).train()
+
+    first, second = in_processes(body, limit=30.0)
+    said = first.error.splitlines()[-1] + second.error.splitlines()[-1]
+    if known:
+        assert "rank 1 has batches in a pass=4, rank 0 has 3" in said
+    else:
+        assert "PeerFailed" in said
+        assert "they do not have as many batches, or a handler acts in one of them alone" in said
+
+
+def test_a_checkpoint_inside_an_accumulation_has_the_gradients_of_all_ranks(tmp_path: Path):
+    def plain(folder: Path) -> Trainer:
+        saving = Checkpointer(folder, Every(iterations=3), keep_last=20)
+        return make(linear().double(), DataLoader(double(24), 4, shuffle=True), saving, accumulate=2)
+
+    def cut(rank: int) -> None:
+        made = plain(tmp_path / "run")
+        made.on(Events.ITERATION_COMPLETED(once=4))(lambda: os._exit(0))
+        made.train()
+
+    def resumed(rank: int) -> Any:
+        made = plain(tmp_path / "run")
+        made.train(resume="latest")
+        return weights_of(made)
+
+    in_processes(cut)
+    first, second = in_processes(resumed)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    whole = plain(tmp_path / "whole")
+    whole.train()
+    for mine, theirs in zip(first.value, weights_of(whole), strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
