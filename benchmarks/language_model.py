@@ -38,7 +38,8 @@ from benchmarks.contestants.language_model import CONTESTANTS, SLICE, Task
 from benchmarks.harness.results import Row, make_parser, report
 
 SETTLED = 500  # iterations after which memory is to be flat
-THROUGHPUT, PEAK, GROWTH = 0.985, 1.1, 1024.0  # of the hand-written loop's, times the hand-written loop's, bytes
+THROUGHPUT, PEAK = 0.985, 1.1  # of the hand-written loop's, and times the hand-written loop's
+GROWTH = 1024.0  # bytes an iteration: the goal; the bound allows as much more than the hand-written loop's heap grows
 BY_HAND, ALONE, OURS, FULL = "hand-written", "hand-written, validating only", "ours", "ours, the demo's handlers"
 
 Run = dict[str, Any]
@@ -220,7 +221,8 @@ def main() -> int:
         more = [
             Row(
                 name=f"{name}, growth after {SETTLED} iterations", unit="bytes an iteration", measured=value,
-                kind="size", bound=None if name == BY_HAND else GROWTH,
+                kind="size", goal=None if name == BY_HAND else GROWTH,
+                bound=None if name == BY_HAND else max(GROWTH, grown[BY_HAND] + GROWTH),
             )
             for name, value in grown.items()
         ]  # fmt: skip

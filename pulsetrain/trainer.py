@@ -189,7 +189,9 @@ class Trainer(Engine):
                 "handlers": self.registry,
                 "model": ModelPart(self.model),
                 "modules": modules,
-                "optimizer": OptimizerPart(self.optimizer, self.model, self.registry.sets_learning_rates),
+                "optimizer": OptimizerPart(
+                    self.optimizer, self.model, lambda: self.is_rewinding or self.registry.sets_learning_rates()
+                ),
                 "counters": Counters(self),
                 "stepper": self.stepper,
                 "data": self.data,

@@ -171,14 +171,14 @@ def table(found: Report, rows: Sequence[str] | None = None) -> str:
         chosen = [by_name[name] for name in rows if name in by_name]
     extra = list(dict.fromkeys(name for row, _ in chosen for name in row.also))
     spread = any(row.least is not None for row, _ in chosen)
-    bounded = any(row.bound is not None for row, _ in chosen)
+    bounded = any(row.bound is not None or row.goal is not None for row, _ in chosen)
     heads = [found.title, "measured", *(["least", "most"] if spread else []), *extra]
     lines = [[*heads, *(["bound", ""] if bounded else [])]]
     for row, verdict in chosen:
         cells = [f"{row.name}, {row.unit}" if row.unit else row.name, number(row.measured)]
         cells += [number(row.least), number(row.most)] if spread else []
         cells += [number(row.also.get(name)) for name in extra]
-        said = row.missed_goal(idle=found.load.is_idle) if verdict == HOLDS else verdict
+        said = row.missed_goal(idle=found.load.is_idle) if verdict in (HOLDS, UNBOUNDED) else verdict
         lines.append([*cells, *([row.limit, said] if bounded else [])])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [_aligned(line, widths) for line in lines]

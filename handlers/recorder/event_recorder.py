@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -165,6 +165,11 @@ class EventRecorder(Handler):
     @resume_check.setter
     def resume_check(self, check: EventCheck | None) -> None:
         self._log.check = check
+
+    def note_missing_state(self, names: Iterable[str]) -> None:
+        """The checkpoint that was loaded lacks this state: its resume is not called exact."""
+        if isinstance(self.resume_check, ResumeCheck):
+            self.resume_check.lacks = sorted(names)
 
     def flush(self) -> None:
         """Copy values from the device to the host and write them."""

@@ -35,6 +35,7 @@ class ResumeCheck(EventCheck):
         super().__init__(expected, OPTIONAL)
         self.with_values = 0  # events that agree and carry a loss or a gradient norm,
         self.after_update = 0  # and of these, those that the resumed run computed after an optimizer update
+        self.lacks: list[str] = []  # names of state that the checkpoint lacks
         self._engine, self._fires_updates = engine, fires_updates
         self._updated_in: int | None = None  # the iteration of the engine's first update
 
@@ -112,11 +113,14 @@ class ResumeCheck(EventCheck):
         """All is compared: log what agrees."""
         if self.after_update:
             get_logger("handlers").info(
-                "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
+                "resumed; what was compared is equal, and the checkpoint lacks state that the run had changed"
+                if self.lacks
+                else "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
                 events=self.agreed,
                 with_loss_or_norm=self.with_values,
                 after_update=self.after_update,
                 **self._not_compared,
+                **({"lacks": self.lacks} if self.lacks else {}),
             )
         elif self.with_values:
             get_logger("handlers").info(

@@ -82,6 +82,7 @@ class DataCursor:
 
     def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = (), *, chosen: bool = True) -> None:
         self.seed, self._chosen = seed, chosen
+        self._configured = seed if chosen else None
         self.left_out = tuple(left_out)
         self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
         self._keyed: tuple[object, KeyedLoader] | None = None  # the loader, and ours that reads it
@@ -349,8 +350,15 @@ class DataCursor:
         require("data", state, _FIELDS)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Return to where a checkpoint was made; seed and data order are the checkpoint's."""
+        """Return to where a checkpoint was made; seed and data order are the checkpoint's, whatever was chosen."""
         self.reset()
+        if self._configured not in (None, state["seed"]):
+            get_logger("pulsetrain").warning(
+                "the run continues with the seed of its checkpoint, not with the configured one; start a new run for "
+                "another seed",
+                checkpoint=state["seed"],
+                configured=self._configured,
+            )
         for name in _FIELDS:
             setattr(self, name, state[name])
         if self.passes:

@@ -33,7 +33,16 @@ from pulsetrain.state.digests import (
     is_of_jax,
     state_of_generator,
 )
-from pulsetrain.state.held_values import CONTAINERS, FUNCTIONS, PLAIN, attributes_of_module, is_cached, own_attributes
+from pulsetrain.state.held_values import (
+    CACHES,
+    CONTAINERS,
+    FUNCTIONS,
+    PLAIN,
+    attributes_of_module,
+    filled,
+    is_cached,
+    own_attributes,
+)
 from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, attributes_of, is_installed, is_users, package_of
 from pulsetrain.state.part import keeps_state
 
@@ -160,6 +169,8 @@ class Fingerprint:
         function = isinstance(value, FUNCTIONS)
         if isinstance(value, CodeType):
             return kind, hash(value)
+        if isinstance(value, CACHES):
+            return kind, filled(value), self._summary(getattr(value, "__wrapped__", None), depth)
         if isinstance(value, GENERATORS):
             return (kind, state_of_generator(value)) if self.reads_generators else kind
         if not function and package_of(value) == "pulsetrain" and not keeps_state(value):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dis
+import sys
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import _lru_cache_wrapper, cache, cached_property, partial, partialmethod, singledispatchmethod
 from inspect import getattr_static
 from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +29,14 @@ from pulsetrain.state.object_graph import (
 from pulsetrain.state.part import keeps_state
 
 __all__ = [
-    "CONTAINERS", "FUNCTIONS", "PLAIN", "attributes_of_module", "is_cached", "is_plain", "names_in", "own_attributes",
-    "values_of_class", "variables_of",
+    "CACHES", "CONTAINERS", "FUNCTIONS", "PLAIN", "attributes_of_module", "filled", "is_cached", "is_plain", "names_in",
+    "own_attributes", "values_of_class", "variables_of",
 ]  # fmt: skip
 
 PLAIN = (bool, int, float, complex, str, bytes)
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 FUNCTIONS = (FunctionType, MethodType, partial)
+CACHES = (_lru_cache_wrapper,)  # functions that keep what they have returned
 
 _NOTES = ("deprecation_warnings", "warnings_issued")  # what transformers has warned about
 _OF_TYPES = (
@@ -42,6 +45,7 @@ _OF_TYPES = (
     "typing",
 )  # whose objects in a class are functions and aliases, where they are callable
 _METHODS = (classmethod, staticmethod)
+_BINDING = (*_METHODS, partialmethod, singledispatchmethod)  # descriptors that keep nothing
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 
 
@@ -94,7 +98,7 @@ def attributes_of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def values_of_class(kind: type) -> dict[str, object]:
-    """The values that the user's classes hold, and the code of their static methods, which may be replaced."""
+    """The values and caches that the user's classes hold, and the code of static methods, which may be replaced."""
     found: dict[str, object] = {}
     for each in reversed(kind.__mro__):
         if (each.__module__ or "").partition(".")[0] not in LIBRARIES:
@@ -102,7 +106,29 @@ def values_of_class(kind: type) -> dict[str, object]:
             found.update((name, value) for name, value in vars(each).items() if not name.startswith(private))
     static = {name: value.__func__ for name, value in found.items() if isinstance(value, staticmethod)}
     codes = {name: value.__code__ for name, value in static.items() if isinstance(value, FunctionType)}
-    return {name: value for name, value in found.items() if _is_value(value)} | codes
+    caches = {f"{name} (lru_cache)": value for name, value in _caches_of_class(kind)}
+    return {name: value for name, value in found.items() if _is_value(value)} | codes | caches
+
+
+def _caches_of_class(kind: type) -> Iterator[tuple[str, object]]:
+    """The methods and properties of the user's classes that `functools.lru_cache` decorates, by name."""
+    for each in reversed(kind.__mro__):
+        for name, value in vars(each).items() if is_of_project(each.__module__ or "") else ():
+            if isinstance(value, _METHODS):
+                value = value.__func__
+            elif isinstance(value, property):
+                value = value.fget
+            if isinstance(value, CACHES):
+                yield name, value
+
+
+def filled(cached: Any) -> int:
+    """How many results a function has put into its cache, 0 if none is kept, or if the cache is a library's own."""
+    module, name = getattr(cached, "__module__", None) or "", getattr(cached, "__name__", "")
+    if not is_of_project(module) and getattr(sys.modules.get(module), name, None) is cached:
+        return 0
+    info = cached.cache_info()
+    return int(info.misses) if info.currsize else 0
 
 
 def _is_value(value: object) -> bool:
@@ -115,8 +141,8 @@ def _is_value(value: object) -> bool:
 def is_cached(holder: object, name: str) -> bool:
     """Whether an attribute is one that a descriptor of the class keeps, such as a cached property."""
     kept = getattr_static(type(holder), name, None)
-    if isinstance(kept, cached_property):
-        return True
+    if isinstance(kept, (cached_property, *_BINDING)):
+        return isinstance(kept, cached_property)
     accessor = hasattr(type(kept), "__get__") and not hasattr(type(kept), "__set__") and not callable(kept)
     return accessor and is_installed(kept)
 
@@ -182,5 +208,5 @@ def _of_namespace(path: str, value: object, names: Container[str], depth: int = 
 
 
 def is_plain(value: object) -> bool:
-    """Whether it is a number, a text, a container or an array."""
-    return isinstance(value, (*PLAIN, *CONTAINERS, Tensor, np.ndarray))
+    """Whether it is a number, a text, a container, an array, or a function with a cache."""
+    return isinstance(value, (*PLAIN, *CONTAINERS, *CACHES, Tensor, np.ndarray))

@@ -36,9 +36,10 @@ FORMAT = 5
 _FIRST_COUNTERS = (  # which every checkpoint of this format has
     "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
 )  # fmt: skip
-# settings that may differ between two parts of one run: its length, what it reports, where it writes
+# settings that may differ between two parts of one run: its length, what it reports, where it writes, and its seed, of
+# which the DataCursor says that the checkpoint's is used
 _LOG_POINTS = "log_every_n_steps"
-MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir")
+MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir", "seed")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
 _REQUIRED = (
@@ -274,23 +275,29 @@ class ModelPart(OwnedPart[nn.Module]):
 
 
 class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
-    """The optimizer's state; with parameter groups that were added during the run, the names of their parameters.
+    """The optimizer's state, the rates that the run began with, and the names of parameters in groups added since then.
+
+    Loading reports rates that it changes if this run is configured with other ones than the checkpoint's run.
 
     Args:
         optimizer: whose state.
         model: whose parameters may be added.
-        follows_schedule: whether something sets its learning rates; if not, rates that loading changes are reported.
+        sets_rates: whether the run is known to set the rates by itself; then nothing is reported.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, follows_schedule: Callable[[], bool]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, sets_rates: Callable[[], bool]) -> None:
         super().__init__(optimizer)
-        self._model, self._follows_schedule = model, follows_schedule
+        self._model, self._sets_rates = model, sets_rates
         self._groups = len(optimizer.param_groups)  # of a new run
+        self._initial_rates: list[float] | None = None  # of the run, in this process or an earlier one
+
+    def reset(self) -> None:
+        """A new run begins with the rates that are set."""
+        self._initial_rates = self._rates()
 
     def state_dict(self) -> StateDict:
-        state: StateDict = self._owner.state_dict()
+        initial = self._rates() if self._initial_rates is None else self._initial_rates
+        state: StateDict = {**self._owner.state_dict(), "initial_rates": initial}
         added = self._owner.param_groups[self._groups :]
         if not added:
             return state
@@ -301,10 +308,19 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
         """Refuse a state of other parameters; groups that were added to the optimizer since the start may differ.
 
         Raises:
-            CheckpointError: it is one.
+            CheckpointError: it is one, or has added parameters that are in this optimizer's first groups.
         """
-        groups = self._owner.param_groups[: self._groups] + self._added(state)
-        check_optimizer_state(self._owner, state, groups)
+        first, added = self._owner.param_groups[: self._groups], self._added(state)
+        check_optimizer_state(self._owner, state, first + added)
+        held = {id(each) for group in first for each in group["params"]} if added else set()
+        names = {id(each): name for name, each in self._model.named_parameters()} if added else {}
+        twice = [names[id(each)] for group in added for each in group["params"] if id(each) in held]
+        if twice:  # torch would raise when the group is added, after the model has been loaded
+            raise CheckpointError(
+                f"the run had added groups to the optimizer with the parameters {', '.join(twice)}, which are in its "
+                "first groups here: modules were replaced during the run; replace the modules and add the groups "
+                "before train(resume=...)"
+            )
 
     def load_state_dict(self, state: StateDict) -> None:
         configured = self._rates()
@@ -316,9 +332,12 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
             del self._owner.param_groups[self._groups :]
             for group in added:
                 self._owner.add_param_group(group)
-        super().load_state_dict({name: value for name, value in state.items() if name != "added"})
-        loaded = self._rates()
-        if loaded != configured and not self._follows_schedule():
+        own = ("added", "initial_rates")
+        super().load_state_dict({name: value for name, value in state.items() if name not in own})
+        loaded, initial = self._rates(), state.get("initial_rates")  # which older checkpoints lack
+        self._initial_rates = configured if initial is None else list(initial)
+        others = initial is None or configured[: len(initial)] != initial  # groups may be built that were added there
+        if loaded != configured and others and not self._sets_rates():
             get_logger("pulsetrain").warning(
                 "the run resumes with the learning rates of its checkpoint; update_optimizer() sets others",
                 checkpoint=loaded,

@@ -8,7 +8,7 @@ from inspect import get_annotations
 from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers import Checkpointer, EventRecorder
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.fingerprint import Fingerprint
 from pulsetrain.state.handler_registry import HandlerRegistry, state_of
@@ -67,6 +67,10 @@ class UnsavedState:
         # each validation set resets the metrics in the phase COMPUTE
         engine.evaluator.add_event_handler(Events.EPOCH_STARTED, self._look_at_metrics, phase=Phase.PERSIST)
         engine.add_event_handler(Events.CHECKPOINT_SAVED, self._report, phase=Phase.OBSERVE)
+        # recorders have begun their comparison then
+        engine.bus.subscribe(
+            Events.CHECKPOINT_LOADED, self._note_in_recorders, sender=engine, phase=Phase.PERSIST, order=LAST
+        )
 
     def reset(self) -> None:
         self._start: Fingerprint | None = None
@@ -99,6 +103,11 @@ class UnsavedState:
                 "values, and may differ from one that was not interrupted; " + _WHAT_TO_DO,
                 attributes=list(state["changed"]),
             )
+
+    def _note_in_recorders(self) -> None:
+        for handler in self._registry.subscribers() if self._changed else ():
+            if isinstance(handler, EventRecorder):
+                handler.note_missing_state(self._changed)
 
     def _begin(self) -> None:
         if self._saves and self._start is None:

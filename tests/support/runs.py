@@ -51,14 +51,14 @@ def weights(run: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
-def cut_after(run: Trainer, iteration: int) -> None:
+def cut_after(run: Trainer, iteration: int, **options: Any) -> None:
     @run.on(Events.ITERATION_COMPLETED, phase=3)
     def pull(engine: Trainer) -> None:
         if engine.state.iteration == iteration:
             raise PlugPulled
 
     with pytest.raises(PlugPulled):
-        run.train()
+        run.train(**options)
 
 
 # ------------------------------------------------------------------------------------------------------- runs that warn

@@ -88,7 +88,7 @@ def test_a_command_gets_the_event_on_its_input_and_in_its_environment(script):
         "engine": "trainer",
         "epoch": 1,
         "iteration": 2,
-        "payload": {"reason": "enough of it"},
+        "payload": {"reason": "enough of it", "observed": False},
     }
     assert environment == {"EVENT": "terminate", "ENGINE": "trainer", "EPOCH": "1", "ITERATION": "2"}
     assert (second["event"], second["payload"]) == ("completed", None)

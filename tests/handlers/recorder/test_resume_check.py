@@ -81,6 +81,35 @@ def test_a_resume_that_is_exact_says_so_once_with_the_number_of_events(tmp_path:
     assert (check.waiting, check.difference) == (False, None)
 
 
+class Softening(nn.Module):
+    """Counts its calls, which changes nothing."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return inputs.relu()
+
+
+@pytest.mark.parametrize("log_every", [5, 2])
+def test_a_resume_whose_checkpoint_lacks_state_is_never_said_to_be_exact(log_every: int, tmp_path: Path):
+    killed_at(make(tmp_path, activation=Softening()), 17)
+    run = make(tmp_path, activation=Softening(), log_every=log_every)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert "exactly" not in entry["event"], entry
+    assert entry["event"] == (
+        "resumed; what was compared is equal, and the checkpoint lacks state that the run had changed"
+    )
+    check = run.handlers[1].resume_check
+    assert entry["lacks"] == ["model.1.calls"]
+    assert (entry["events"], entry["with_loss_or_norm"], entry["after_update"]) == (
+        check.agreed, check.with_values, check.after_update,
+    )  # fmt: skip
+    assert check.after_update > 0
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_resumed_run_measures_gradient_norms_if_the_interrupted_one_did(before: bool, tmp_path: Path):
     killed_at(make(tmp_path, grad_norm=before), 17)

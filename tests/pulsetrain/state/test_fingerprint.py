@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property, partialmethod, singledispatchmethod
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from pulsetrain.state.fingerprint import Fingerprint
 from tests.support.runs_backends import needs_jax
+
+T = TypeVar("T")
 
 
 def changed(before: Any, after: Any) -> list[str]:
@@ -115,3 +118,49 @@ class Slotted:
 def test_slots_are_read_even_private_ones():
     assert changed(Slotted(1), Slotted(1)) == []
     assert changed(Slotted(1), Slotted(2)) == ["value"]
+
+
+class Methodical(Generic[T]):
+    """Has a method of each kind, and a cached property."""
+
+    @classmethod
+    def of_class(cls) -> None: ...
+
+    @staticmethod
+    def static() -> None: ...
+
+    def plain(self, number: int = 0) -> None: ...
+
+    of_one = partialmethod(plain, 1)
+
+    @singledispatchmethod
+    def of_type(self, value: object) -> None: ...
+
+    @property
+    def read(self) -> int:
+        return 1
+
+    @cached_property
+    def computed(self) -> int:
+        return 1
+
+    def __init_subclass__(cls, **options: Any) -> None: ...
+
+    def __class_getitem__(cls, kind: Any) -> Any:
+        return cls
+
+
+@pytest.mark.parametrize("holder", [Methodical(), type("Derived", (Methodical,), {})()], ids=["own", "inherited"])
+def test_methods_are_not_listed_as_unseen_values(holder: Any):
+    found = Fingerprint()
+    found.add_attributes("holder", holder)
+    assert found.unseen == {"holder.computed"}
+
+
+def test_an_attribute_with_the_name_of_a_class_method_is_compared():
+    holder, before, after = Methodical[Any](), Fingerprint(), Fingerprint()
+    holder.of_class = 1  # type: ignore[method-assign, assignment]
+    before.add_attributes("holder", holder)
+    holder.of_class = 2  # type: ignore[method-assign, assignment]
+    after.add_attributes("holder", holder)
+    assert after.changed_since(before) == ["holder.of_class"]

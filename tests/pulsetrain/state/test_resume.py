@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,32 @@ def test_changed_settings_are_reported_unless_the_run_only_gets_longer(tmp_path:
     with structlog.testing.capture_logs() as logs:
         resumable_run(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
     assert warnings_starting(logs, "the run resumes with other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
+
+
+@pytest.mark.parametrize(("before", "now"), [(7, 9), (7, 0), (None, 9)])
+def test_another_configured_seed_is_reported_as_one_that_is_not_used(before: int | None, now: int, tmp_path: Path):
+    cut_after(resumable_run(tmp_path / "a", config={"seed": before}), 6)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    torch.manual_seed(999)
+    as_before, other = (
+        resumable_run(tmp_path / name, config={"seed": seed}) for name, seed in (("a", before), ("b", now))
+    )
+    as_before.train(resume="latest")
+    with structlog.testing.capture_logs() as logs:
+        other.train(resume="latest")
+    assert all(torch.equal(weights(as_before)[name], value) for name, value in weights(other).items())
+    found = [each for each in logs if each["log_level"] == "warning"]
+    assert [(each.get("checkpoint"), each.get("configured")) for each in found] == [(as_before.data.seed, now)], found
+    assert "continues with the seed of its checkpoint" in found[0]["event"]
+    assert "start a new run" in found[0]["event"]
+
+
+@pytest.mark.parametrize("now", [7, None])
+def test_a_resume_with_the_same_seed_or_none_is_not_reported(now: int | None, tmp_path: Path):
+    cut_after(resumable_run(tmp_path), 6)
+    with structlog.testing.capture_logs() as logs:
+        resumable_run(tmp_path, config={"seed": now}).train(resume="latest")
+    assert [each for each in logs if each["log_level"] == "warning"] == []
 
 
 class Counting:
