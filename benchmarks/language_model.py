@@ -12,7 +12,8 @@ The hand-written loop uses the same fused optimizer and rates, clips, prints a l
 saves at the demo's cadence, and generates the demo's sample at the end. `hand-written, validating only` does neither
 of the last two: it is compared with the Trainer without handlers, which does not either. Peak memory is that of the
 process that trains; processes that it starts are listed as helpers, if they run at the end of a slice. Growth is the
-slope of the resident memory after 500 iterations. Frameworks that are not installed are named (pip install -e
+slope of the resident memory after 500 iterations, with a tiny model: a large one's activations leave other gaps in the
+heap each time, which hide what a loop keeps. Frameworks that are not installed are named (pip install -e
 '.[bench]'). Where there is a GPU, a model of 124 million parameters is trained there in bf16, with and without
 torch.compile.
 """
@@ -39,7 +40,7 @@ from benchmarks.harness.results import Row, make_parser, report
 
 SETTLED = 500  # iterations after which memory is to be flat
 THROUGHPUT, PEAK = 0.985, 1.1  # of the hand-written loop's, and times the hand-written loop's
-GROWTH = 1024.0  # bytes an iteration: the goal; the bound allows as much more than the hand-written loop's heap grows
+GROWTH = 1024.0  # bytes an iteration
 BY_HAND, ALONE, OURS, FULL = "hand-written", "hand-written, validating only", "ours", "ours, the demo's handlers"
 
 Run = dict[str, Any]
@@ -205,7 +206,7 @@ def main() -> int:
     parser = make_parser("language_model", __doc__)
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--growth", type=int, default=2000, help="iterations of the run whose memory is followed")
+    parser.add_argument("--growth", type=int, default=10_000, help="iterations of the run whose memory is followed")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), metavar="NAME")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark itself")
     options = parser.parse_args()
@@ -217,12 +218,11 @@ def main() -> int:
     def rows() -> tuple[list[Row], list[str]]:
         found, absent = measure(names, task, options.rounds)
         followed = [name for name in (BY_HAND, OURS, FULL) if name in names]
-        grown = growth(followed, task.lasting(options.growth)) if options.growth > SETTLED else {}
+        grown = growth(followed, Task.tiny(options.growth)) if options.growth > SETTLED else {}
         more = [
             Row(
-                name=f"{name}, growth after {SETTLED} iterations", unit="bytes an iteration", measured=value,
-                kind="size", goal=None if name == BY_HAND else GROWTH,
-                bound=None if name == BY_HAND else max(GROWTH, grown[BY_HAND] + GROWTH),
+                name=f"{name}, growth with a tiny model", unit="bytes an iteration", measured=value,
+                kind="size", bound=None if name == BY_HAND else GROWTH,
             )
             for name, value in grown.items()
         ]  # fmt: skip

@@ -78,7 +78,6 @@ class Validator:
         engine, start = self._engine, time.perf_counter()
         engine.fire(Events.VALIDATION_STARTED)
         metrics: dict[str, float] = {}
-        give_back_free_memory()  # what training leaves free is in other pieces than validation needs, and vice versa
         for name, loader in self.loaders.items():
             metrics.update(self.evaluation.run(name, loader))
             for matrix, value in self.evaluation.matrices.items() if engine.hears(Events.MEDIA_LOGGED) else ():
