@@ -1,8 +1,8 @@
 """Draws the figures of a run, in this process or in one of its own, which alone imports matplotlib and renders.
 
 The process is started when there is something to draw soon, and ends when its input ends: at the end of the run or
-with this process, however that ends. It finishes what it is drawing, so a run that is killed has the figures of its last
-round.
+with this process, however that ends. It finishes what it is drawing, so a run that is killed has the figures of its
+last round.
 """
 
 from __future__ import annotations
