@@ -54,6 +54,8 @@ class Loop(Trainer):
 
     _variables: Mapping[str, object]
 
+    wraps_model = False
+
     output: Any
     """The body's loss, or a mapping with one; read when the next batch is asked for."""
 

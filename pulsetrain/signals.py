@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn, Self
 
-from pulsetrain.engine import ConfigurationError, Engine, Events, Preempted
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Preempted
 from pulsetrain.engine.data.workers import release_workers
 from pulsetrain.engine.events.ignite import Handle
 
@@ -103,9 +103,11 @@ class SignalWatch:
         self._handle = trainer.add_event_handler(Events.PREEMPTED, self._obey)
         self._trainer = trainer
 
-    def _obey(self) -> None:
-        if self.received is not None:  # else the event was posted by other code
+    def _obey(self, trainer: Engine, event: Event) -> None:
+        if self.received is not None:
             self.status = 128 + self.received
+        elif event.payload.rank is not None:  # all processes end for it; else the event was posted by other code
+            self.status = 128 + signal.Signals[event.payload.signal]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child, forked with this handler, which does not own the run

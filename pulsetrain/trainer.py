@@ -19,6 +19,7 @@ from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
+from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.ranks import check_shared, ranks
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
@@ -45,9 +46,11 @@ from pulsetrain.state.run_state import (
     StrategyPart,
 )
 from pulsetrain.state.unsaved import UnsavedState
+from pulsetrain.training.agreement import Agreement
 from pulsetrain.training.arguments import (
     check_kinds,
     check_metric_names,
+    check_ranks,
     configured_handlers,
     named_loaders,
     resolve_strategy,
@@ -55,6 +58,7 @@ from pulsetrain.training.arguments import (
 )
 from pulsetrain.training.fixed import fix
 from pulsetrain.training.initial_state import make_store
+from pulsetrain.training.rank_share import RankShare
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_driver import RunDriver
 from pulsetrain.training.run_length import RunLength
@@ -108,6 +112,9 @@ class Trainer(Engine):
     evaluator: Engine
     handlers: list[Any]
 
+    wraps_model = True
+    """Whether a plain model is wrapped where several processes train it: its gradients are averaged in every step."""
+
     def __init__(
         self,
         model: Any,
@@ -128,11 +135,12 @@ class Trainer(Engine):
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
-        check_shared("Trainer", model, train_loader)
+        self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
         self.backend: Backend = backend or TorchBackend()
+        check_shared("Trainer", model, train_loader, wraps=self.wraps_model and isinstance(self.backend, TorchBackend))
         self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
         self.stepper = Stepper(
@@ -142,7 +150,7 @@ class Trainer(Engine):
             accumulate=config.accumulation,
             clip_grad_norm=config.clip_grad_norm,
             on_step=lambda batch, result: self.driver.on_step(batch, result),
-            share=None if ranks().world_size == 1 else lambda iteration: self.data.share(iteration),
+            ranks=RankShare(self.agreement.control, self.data) if self.agreement.is_shared else None,
         )
         try:
             super().__init__(self.stepper, name=name, bus=bus)
@@ -157,14 +165,18 @@ class Trainer(Engine):
         if getattr(source, "fires_rollouts", False):  # this trainer's policy acts in it
             source.attach(self)
         self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
-        self.evaluation = Evaluation(self.stepper, metrics or {}, self.bus, trainer_name=self.name)
+        self.evaluation = Evaluation(
+            self.stepper, metrics or {}, self.bus, trainer_name=self.name, control=self.agreement.control
+        )
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
         self.length.measure(self.strategy, self.backend)
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
+        if self.agreement.is_shared:
+            check_ranks(self.model, self.handlers)
         self.callbacks = CallbackList(list(callbacks))
-        self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps)
+        self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps, self.agreement)
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
@@ -191,10 +203,13 @@ class Trainer(Engine):
             self.registry,
             modules,
         )
-        self.driver = RunDriver(self, self.length, self.resumer, self.registry, self.reporter, self.validator)
+        self.driver = RunDriver(
+            self, self.length, self.resumer, self.registry, self.reporter, self.validator, self.agreement
+        )
         self.registry.leave_out([self.driver])
         self.resumer.attach(self)
         self.driver.attach(self)
+        self.agreement.attach(self)
         for handler in self.handlers:
             if ranks().is_main or not writes_for_all(handler):
                 handler.attach(self)
@@ -244,10 +259,18 @@ class Trainer(Engine):
         self.driver.rewind(first, last, reason)
 
     def terminate(
-        self, skip_completed: bool = False, *, reason: str = "terminate() was called", observed: bool = False
+        self,
+        skip_completed: bool = False,
+        *,
+        reason: str = "terminate() was called",
+        observed: bool = False,
+        alike: bool = False,
     ) -> None:
         self.driver.cancel_rewind()
-        super().terminate(skip_completed, reason=reason, observed=observed)
+        if self.agreement.is_shared and not alike:
+            self.agreement.ask(reason, observed=observed)
+        else:
+            super().terminate(skip_completed, reason=reason, observed=observed)
 
     def skip_update(self, where: Tensor) -> None:
         """From a handler of GRADIENTS_READY: skip this update if the condition holds.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pulsetrain.engine.backends.module_view import version_of
 from pulsetrain.engine.backends.value_states import rate_of, with_buffers
 from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.distributed.parallelize import DataParallelModule, without_wrapper
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, ModuleView, ValueBackend
@@ -32,7 +33,7 @@ class InPlaceStore(ModelStore):
 
     Args:
         backend: computes with them.
-        module: on its device.
+        module: on its device. If several processes train it, steps call a wrapper that averages its gradients.
         optimizer: over its parameters.
     """
 
@@ -40,11 +41,21 @@ class InPlaceStore(ModelStore):
 
     def __init__(self, backend: InPlaceBackend, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.backend, self.module, self.optimizer = backend, module, optimizer
-        self.state: ModelState = backend.init(module, optimizer)
+        self._parallel = DataParallelModule(module)
+        self.state: ModelState = backend.init(self._parallel.called, optimizer)
+        self._evaluated = backend.init(without_wrapper(module), optimizer)
         self._parts = {name: backend.init(module, part) for name, part in parts_of(optimizer).items()}
 
     def part(self, name: str) -> ModelState:
         return self._parts[name] if name else self.state
+
+    @property
+    def eval_state(self) -> ModelState:
+        return self._evaluated
+
+    def refresh(self) -> None:
+        if self._parallel.refresh():
+            self.state = self.backend.init(self._parallel.called, self.optimizer)
 
     def discard(self) -> None:
         self.backend.discard_gradients(self.state)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from pulsetrain.engine.step.protocols import (
@@ -80,6 +81,11 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
         self._bare = self._plain and self.clip_norm is None and self.clip_value is None
+
+    def environment(self) -> dict[str, object]:
+        """How many processes train together, if there are several."""
+        count = ranks().world_size
+        return {"processes": count} if count > 1 else {}
 
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The module on the device, and the optimizer over its parameters."""

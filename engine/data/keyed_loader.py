@@ -67,9 +67,11 @@ class KeyedOrder:
         loader: the loader whose sampler is replaced. Sequential, random and distributed samplers are reimplemented;
             any other is iterated with seeded generators, and its `set_epoch` is called before each pass.
         seed: the seed of the run.
+        ranks: this rank and their number, if they share out the loader's batches, which are the global ones. A
+            DistributedSampler shares out itself: the loader's batches are then those of one rank.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, ranks: tuple[int, int] | None = None) -> None:
         self.seed = seed
         self.batched = loader.batch_size is not None or loader.batch_sampler is not None
         sampler: Any = loader.sampler  # samplers share no type beyond Iterable
@@ -81,7 +83,9 @@ class KeyedOrder:
         elif batches is not None:  # a BatchSampler made by the user may have a different sampler than the loader
             sampler, self._batch_size, self._drop_last = batches.sampler, batches.batch_size, batches.drop_last
         self._sampler = sampler
-        self._ranks, self._rank, self._even = 1, 0, False
+        self._even = False
+        self._rank, self._ranks = ranks or (0, 1)
+        self._batch_size //= self._ranks
         self._shuffle: bool | None = None  # None: iterate the sampler itself
         if type(sampler) is SequentialSampler:
             self._shuffle = False
@@ -213,10 +217,13 @@ class KeyedLoader:
         seed: the seed of the run.
         look: called with the dataset and the `collate_fn`, by name, before each batch is read, in workers as well.
             It is not called for datasets that are known to draw nothing.
+        ranks: as for `KeyedOrder`.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int, look: Look | None = None) -> None:
-        self.order = KeyedOrder(loader, seed)
+    def __init__(
+        self, loader: DataLoader[Any], seed: int, look: Look | None = None, ranks: tuple[int, int] | None = None
+    ) -> None:
+        self.order = KeyedOrder(loader, seed, ranks)
         dataset: Any = loader.dataset  # any object with __getitem__
         collate = loader.collate_fn
         if not draws_nothing(loader):

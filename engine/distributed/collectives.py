@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -13,11 +14,13 @@ from torch.distributed.distributed_c10d import Store
 
 from pulsetrain.engine.distributed.failures import FailureBoard
 from pulsetrain.engine.distributed.ranks import Ranks
-from pulsetrain.engine.errors import PeerFailed
+from pulsetrain.engine.errors import PeerFailed, PulsetrainError
 
 __all__ = ["ControlGroup"]
 
 T = TypeVar("T")
+_WIDTH = 63  # numbers that are summed at once
+_SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
 
 
 class ControlGroup:
@@ -32,6 +35,7 @@ class ControlGroup:
         group: for the collectives, with `timeout`; None where there is one process.
         store: that all ranks share.
         timeout: seconds that a rank may be late.
+        hosts: whether the store ends with this process.
     """
 
     def __init__(
@@ -40,24 +44,41 @@ class ControlGroup:
         group: torch.distributed.ProcessGroup | None = None,
         store: Store | None = None,
         timeout: float = 60.0,
+        *,
+        hosts: bool = False,
     ) -> None:
         self.ranks, self.timeout = ranks, timeout
         self.calls = 0  # collectives so far
         self._group, self._store = group, store
-        self.board = None if store is None else FailureBoard(store, ranks.rank)
+        others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self.board = None if store is None else FailureBoard(store, ranks.rank, others if hosts else ())
 
     @property
     def is_shared(self) -> bool:
         """Whether there are several processes."""
         return self._group is not None
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks, in float64: the same bits on every rank."""
+    def sum(self, values: Sequence[float], what: str = "a sum") -> list[float]:
+        """The sums over all ranks, in float64: the same bits on every rank.
+
+        Args:
+            values: as many on every rank.
+            what: they are for, in an error.
+        """
         if self._group is None:
             return list(values)
-        vector = torch.tensor(values, dtype=torch.float64)
-        self._meet("a sum", lambda: torch.distributed.all_reduce(vector, group=self._group))
-        return vector.tolist()
+        found: list[float] = []
+        for start in range(0, max(len(values), 1), _WIDTH):
+            part = values[start : start + _WIDTH]
+            # of one size, with what it is for: ranks that have come to different places get an error, not a crash
+            vector = torch.zeros(1 + _WIDTH, dtype=torch.float64)
+            vector[0] = tag = zlib.crc32(what.encode())
+            vector[1 : 1 + len(part)] = torch.tensor(part, dtype=torch.float64)
+            self._meet(what, partial(torch.distributed.all_reduce, vector, group=self._group))
+            if vector[0].item() != float(tag) * self.ranks.world_size:
+                raise self._elsewhere(what)
+            found += vector[1 : 1 + len(part)].tolist()
+        return found
 
     def gather(self, value: T) -> list[T]:
         """The value of each rank, in their order; values have to be picklable."""
@@ -74,6 +95,25 @@ class ControlGroup:
         values = [value]
         self._meet("a broadcast", lambda: torch.distributed.broadcast_object_list(values, src=0, group=self._group))
         return values[0]
+
+    def main_decides(self, decide: Callable[[], T]) -> T:
+        """What the function returns in the main process, in every process.
+
+        Raises:
+            PulsetrainError: it was raised there.
+        """
+        if self._group is None:
+            return decide()
+        decided: tuple[T | None, PulsetrainError | None] = (None, None)
+        if self.ranks.is_main:
+            try:
+                decided = decide(), None
+            except PulsetrainError as error:
+                decided = None, error
+        value, refused = self.broadcast(decided)
+        if refused is not None:
+            raise refused
+        return value  # type: ignore[return-value]  # decided
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give these tensors the values of the main rank, in place."""
@@ -97,7 +137,15 @@ class ControlGroup:
         failure = self.board.first_of_others(wait=2.0)  # a rank writes its error before its connections close
         if failure is not None:
             return failure.as_error()
-        late = self._late()
+        others = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
+        ended = self.board.ended(others, within=_SILENT)
+        if ended and "timed out" not in str(error).lower():
+            return PeerFailed(
+                f"{_listed(ended)} ended without an error, while this one waited for {what}: perhaps it was killed, or "
+                "its memory was exhausted; see its own output and the system's log"
+            )
+        at = self._places()
+        late = [rank for rank, (calls, _) in at.items() if calls < self.calls]
         if late:
             return PeerFailed(
                 f"{_listed(late)} not come to {what}, number {self.calls} of this rank, within {self.timeout:g} s: it "
@@ -105,11 +153,20 @@ class ControlGroup:
             )
         return error
 
+    def _elsewhere(self, what: str) -> PeerFailed:
+        """The error for ranks that have met, each for something else."""
+        places = {rank: place for rank, (_, place) in self._places().items() if place != what}
+        rank, place = next(iter(places.items()), ("another", "another place"))
+        return PeerFailed(
+            f"rank {rank} has come to {place} when this one came to {what}: they do not have as many batches, or a "
+            "handler acts in one of them alone"
+        )
+
     def _meet(self, what: str, run: Callable[[], object]) -> None:
         self.calls += 1
         try:
             assert self._store is not None
-            self._store.set(_key(self.ranks.rank), str(self.calls))
+            self._store.set(_key(self.ranks.rank), f"{self.calls} {what}")
             run()
         except RuntimeError as error:
             explained = self.explained(error, what)
@@ -117,17 +174,20 @@ class ControlGroup:
                 raise
             raise explained from error
 
-    def _late(self) -> list[int]:
-        """The ranks that have not begun the collective that this one waits in."""
+    def _places(self) -> dict[int, tuple[int, str]]:
+        """The last collective that each other rank has begun: its number, and what it was for."""
         assert self._store is not None
-        try:
-            begun = [
-                int(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else 0
-                for rank in range(self.ranks.world_size)
-            ]
-        except RuntimeError:  # the store was on a rank that has ended
-            return []
-        return [rank for rank, count in enumerate(begun) if count < self.calls]
+        found = {}
+        for rank in range(self.ranks.world_size):
+            if rank == self.ranks.rank:
+                continue
+            try:
+                begun = self._store.get(_key(rank)).decode() if self._store.check([_key(rank)]) else "0 "
+            except RuntimeError:  # the store was on a rank that has ended
+                return {}
+            number, _, place = begun.partition(" ")
+            found[rank] = int(number), place
+        return found
 
 
 def _key(rank: int) -> str:

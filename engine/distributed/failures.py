@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from pulsetrain.engine.errors import PeerFailed
 
-__all__ = ["Failure", "FailureBoard"]
+__all__ = ["Failure", "FailureBoard", "Warden"]
 
-_FIRST = "failure/first"
+_FIRST, _READ, _ALIVE = "failure/first", "failure/read/", "alive/"
+_READING = 3.0  # seconds that the others have for it
 _POLL = 0.05  # seconds
 _LIMIT = 20_000  # characters of a traceback, which a store holds in memory
 
@@ -43,27 +51,56 @@ class FailureBoard:
     (1, 'ValueError: no data', None)
 
     Args:
-        store: that all ranks share, and that outlives a rank that fails.
+        store: that all ranks share.
         rank: of this process.
+        readers: ranks that have to read an error before this process may end, since the store ends with it.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Store, rank: int, readers: Sequence[int] = ()) -> None:
+        self._store, self._rank, self._readers = store, rank, readers
+        self._read: Failure | None = None  # the store may have ended since
 
     def post(self, error: BaseException, where: str = "") -> None:
         """Write the error, unless another rank was first; nothing is raised if the store has ended."""
         text = "".join(traceback.format_exception(error))[-_LIMIT:]
         try:
             self._store.compare_set(_FIRST, "", json.dumps([self._rank, where, text]))
-        except RuntimeError:  # it was on a rank that has ended
+            self._store.wait([f"{_READ}{rank}" for rank in self._readers], timedelta(seconds=_READING))
+        except RuntimeError:  # it was on a rank that has ended; or a reader has
             return
+
+    def beat(self) -> None:
+        """Show that this rank is there; a store that has ended is ignored."""
+        with suppress(RuntimeError):
+            self._store.add(f"{_ALIVE}{self._rank}", 1)
+
+    def ended(self, ranks: Sequence[int], within: float) -> list[int]:
+        """Which of these ranks have not beaten within so many seconds; none if the store has ended.
+
+        >>> from torch.distributed import HashStore
+        >>> FailureBoard(HashStore(), rank=0).ended([1], within=0.01)
+        [1]
+        """
+        try:
+            before = [self._store.add(f"{_ALIVE}{rank}", 0) for rank in ranks]
+            time.sleep(within)
+            return [
+                rank
+                for rank, count in zip(ranks, before, strict=True)
+                if self._store.add(f"{_ALIVE}{rank}", 0) == count
+            ]
+        except RuntimeError:
+            return []
 
     def first(self) -> Failure | None:
         """The first error that was written."""
         try:
-            return Failure(*json.loads(self._store.get(_FIRST))) if self._store.check([_FIRST]) else None
+            if self._read is None and self._store.check([_FIRST]):
+                self._read = Failure(*json.loads(self._store.get(_FIRST)))
+                self._store.set(f"{_READ}{self._rank}", "")
         except RuntimeError:  # as above
-            return None
+            pass
+        return self._read
 
     def first_of_others(self, wait: float = 0.0) -> Failure | None:
         """The first error, if another rank has written it.
@@ -77,3 +114,54 @@ class FailureBoard:
             if found is not None or time.monotonic() >= until:
                 return None if found is None or found.rank == self._rank else found
             time.sleep(_POLL)
+
+
+class Warden:
+    """A thread that looks for the error of another rank, and ends a process that cannot leave by itself.
+
+    A rank that waits for one that has failed may wait for long: neither a signal nor an exception reaches the main
+    thread while it is inside a collective.
+
+    Args:
+        board: where the error is.
+        interval: seconds between two looks.
+        grace: seconds that this process has for leaving by itself, once another rank has failed.
+        leave: ends the process; by default with all stacks on stderr and the status 75.
+    """
+
+    STATUS = 75  # EX_TEMPFAIL: start again
+
+    def __init__(
+        self,
+        board: FailureBoard,
+        interval: float = 1.0,
+        grace: float = 10.0,
+        leave: Callable[[Failure], object] | None = None,
+    ) -> None:
+        self._board, self._interval, self._grace = board, interval, grace
+        self._leave = leave or self._end_process
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pulsetrain-warden", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run has ended."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval):
+            self._board.beat()
+            failure = self._board.first_of_others()
+            if failure is not None:
+                if not self._ended.wait(self._grace):
+                    self._leave(failure)
+                return
+
+    def _end_process(self, failure: Failure) -> None:
+        sys.stderr.write(f"{failure.as_error()}\nThis process waits for it, and is ended. Its stacks:\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        os._exit(self.STATUS)

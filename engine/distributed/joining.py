@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 __all__ = ["check_alike", "join", "leave"]
 
 TIMEOUT = 60.0  # seconds
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of a function, differs between processes
 _joined: tuple[object, ControlGroup] | None = None  # torch's default group, and ours beside it
 _made_default = False  # whether that group was made here
 
@@ -46,6 +48,8 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     store: Store | None = None
     if not torch.distributed.is_initialized():
         store = _meet(found, timeout)
+        if torch.cuda.is_available():  # else every process of a host would use its first one
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", found.rank)) % torch.cuda.device_count())
         torch.distributed.init_process_group(store=store, rank=found.rank, world_size=found.world_size)
         _made_default = True
         atexit.register(leave)
@@ -53,7 +57,8 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     if _joined is None or _joined[0] is not group:
         gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         shared = PrefixStore("pulsetrain", _store_beside(found, timeout) if store is None else store)
-        _joined = group, ControlGroup(found, gloo, shared, timeout)
+        hosts = found.is_main and not _has_launcher()
+        _joined = group, ControlGroup(found, gloo, shared, timeout, hosts=hosts)
     return _joined[1]
 
 
@@ -71,12 +76,12 @@ def check_alike(control: ControlGroup, facts: Mapping[str, object]) -> None:
 
     Args:
         control: joins them.
-        facts: name -> value with a `repr` that does not depend on the process.
+        facts: name -> value, compared by its `repr` without addresses.
 
     Raises:
         ConfigurationError: a rank differs from rank 0; the message names the rank, what differs, and both values.
     """
-    first, *others = control.gather({name: repr(value) for name, value in facts.items()})
+    first, *others = control.gather({name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()})
     different = [
         f"rank {rank} has {name}={_short(theirs.get(name, 'nothing'))}, rank 0 has {_short(first[name])}"
         for rank, theirs in enumerate(others, start=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pulsetrain.engine.distributed.collectives import ControlGroup
@@ -15,6 +15,7 @@ class StopRequest(NamedTuple):
     """That the run ends, as one rank asks."""
 
     reason: str
+    observed: bool = False  # the moment depends on the clock, a signal or the machine
     signal: str = ""  # "SIGTERM", if that is the cause
     rank: int = 0
 
@@ -24,14 +25,14 @@ class Pulse:
 
     A rank asks for the run's end; all ranks learn it at their next pulse, and so end at the same iteration. Pulses lie
     at fixed points (log points, and wherever the trainer calls `beat` with `fixed`), and at one further iteration,
-    which every rank computes from the sums of the last pulse. What was caused by a signal acts at any pulse, anything
-    else at the fixed points alone, so that it happens at the same iteration when the run is repeated.
+    which every rank computes from the sums of the last pulse. What depends on the clock or a signal acts at any pulse,
+    anything else at the fixed points alone, so that it happens at the same iteration when the run is repeated.
 
     >>> from pulsetrain.engine.distributed.ranks import Ranks
     >>> pulse = Pulse(ControlGroup(Ranks()), every=50)
     >>> pulse.ask("enough")
     >>> pulse.is_due(49), pulse.is_due(50), pulse.beat(50, fixed=True)
-    (False, True, StopRequest(reason='enough', signal='', rank=0))
+    (False, True, (StopRequest(reason='enough', observed=False, signal='', rank=0), []))
 
     Args:
         control: joins the ranks.
@@ -56,31 +57,34 @@ class Pulse:
         self.next = -1  # the further iteration, none yet
         self._at, self._since = iteration, self._clock()
 
-    def ask(self, reason: str, signal: str = "") -> None:
-        """Ask for the run's end; the first request counts, and one of a signal before any other."""
-        if self._asked is None or (signal and not self._asked.signal):
-            self._asked = StopRequest(reason, signal, self._control.ranks.rank)
-
-    def withdraw(self) -> None:
-        """Forget what this rank has asked for."""
-        self._asked = None
+    def ask(self, reason: str, *, observed: bool = False, signal: str = "") -> None:
+        """Ask for the run's end; the first request counts, and an observed one before any other."""
+        if self._asked is None or (observed and not self._asked.observed):
+            self._asked = StopRequest(reason, observed, signal, self._control.ranks.rank)
 
     def is_due(self, iteration: int) -> bool:
         """Whether all ranks have a pulse after this iteration."""
         return iteration == self.next or iteration % self._every == 0
 
-    def beat(self, iteration: int, *, fixed: bool) -> StopRequest | None:
-        """Agree with the other ranks, which all call this now; returns what the run ends for, the same on every rank.
+    def beat(
+        self, iteration: int, *, fixed: bool, values: Sequence[float] = ()
+    ) -> tuple[StopRequest | None, list[float]]:
+        """Agree with the other ranks, which all call this now.
 
         Args:
             iteration: the last one.
-            fixed: whether this is a fixed point, so that requests without a signal count.
+            fixed: whether this is a fixed point, so that requests count which are not observed.
+            values: further numbers to add up.
+
+        Returns:
+            What the run ends for, and the sums of the values; the same on every rank.
         """
         now, asked = self._clock(), self._asked
         done = iteration - self._at
         seconds = (now - self._since) / done if done > 0 else 0.0
-        stops, signals, taken, ranks = self._control.sum(
-            [asked is not None, asked is not None and bool(asked.signal), seconds, 1.0]
+        stops, observed, taken, ranks, *sums = self._control.sum(
+            [asked is not None, asked is not None and asked.observed, seconds, 1.0, *values],
+            f"a pulse after iteration {iteration}",
         )
         if taken:
             self.next = iteration + max(1, int(self._within * ranks / taken))
@@ -88,8 +92,8 @@ class Pulse:
             self.next = -1
         if done > 0:
             self._at, self._since = iteration, self._clock()
-        if not (stops if fixed else signals):
-            return None
+        if not (stops if fixed else observed):
+            return None, sums
         self._asked = None
         requests = [each for each in self._control.gather(asked) if each is not None]
-        return min(requests, key=lambda request: (not request.signal, request.rank))
+        return min(requests, key=lambda request: (not request.observed, request.rank)), sums

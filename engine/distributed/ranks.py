@@ -20,9 +20,8 @@ from torch.utils.data import (
 )
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.logs import get_logger
 
-__all__ = ["Ranks", "agreed", "check_shared", "ranks"]
+__all__ = ["Ranks", "agreed", "check_shared", "gives_all_ranks_the_same", "is_shared", "ranks"]
 
 
 class Ranks(NamedTuple):
@@ -51,16 +50,18 @@ def ranks() -> Ranks:
         return Ranks()
 
 
-def check_shared(place: str, model: object, loader: object = None) -> None:
-    """Refuse a model of which each process would train its own copy, or save its own part; warn of shared batches.
+def check_shared(place: str, model: object, loader: object = None, *, wraps: bool = False) -> None:
+    """Refuse a model of which each process would train its own copy, or save its own part, and data not to be shared.
 
     Args:
         place: the class that was given the model, for the message.
         model: a module, or several by name.
-        loader: of the training data. The main process warns if all processes would train on the same batches.
+        loader: of the training data, whose batches the processes share out.
+        wraps: whether the caller wraps a single module itself.
 
     Raises:
-        ConfigurationError: several processes train together, and a module is sharded, or learns and is not wrapped.
+        ConfigurationError: several processes train together, and a module is sharded, or learns and is not wrapped, or
+            a batch cannot be shared out.
     """
     found = ranks()
     if found.world_size == 1:
@@ -72,7 +73,7 @@ def check_shared(place: str, model: object, loader: object = None) -> None:
                 "sharded models are not supported yet: rank 0 of {world_size} would save its own shard alone; wrap the "
                 "model in torch.nn.parallel.DistributedDataParallel, or start one process"
             )
-        elif not _is_shared(part):
+        elif not is_shared(part) and not (wraps and isinstance(model, nn.Module)):
             rule = (
                 "each of {world_size} processes would train a model of its own; wrap the model in "
                 "torch.nn.parallel.DistributedDataParallel, or start one process"
@@ -80,13 +81,28 @@ def check_shared(place: str, model: object, loader: object = None) -> None:
         else:
             continue
         raise ConfigurationError(rule, place, model=type(part), world_size=found.world_size)
-    if found.is_main and _gives_all_ranks_the_same(loader, found.world_size):
-        get_logger("engine").warning(
-            "each process trains on the same batches; give the DataLoader sampler=torch.utils.data.DistributedSampler("
-            "dataset), with its shuffle instead of the DataLoader's, unless the dataset itself differs by process",
-            loader=type(loader).__name__,
-            sampler=type(_sampler_of(loader)).__name__,
-            processes=found.world_size,
+    if gives_all_ranks_the_same(loader, found.world_size):
+        _check_divisible(loader, found.world_size)
+
+
+def _check_divisible(loader: object, world_size: int) -> None:
+    """A loader's batch is the global one: what one process would train."""
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if size is None:
+        raise ConfigurationError(
+            "the dataset makes the batches itself, so {world_size} processes cannot share them out; give the "
+            "DataLoader sampler=torch.utils.data.DistributedSampler(dataset), by which each process gets its own",
+            "DataLoader",
+            batch_size=None,
+            world_size=world_size,
+        )
+    if size % world_size:
+        raise ConfigurationError(
+            "is the global batch, which {world_size} processes share; choose a multiple of their number, or give each "
+            "process its own batches by sampler=torch.utils.data.DistributedSampler(dataset)",
+            "DataLoader",
+            batch_size=size,
+            world_size=world_size,
         )
 
 
@@ -99,7 +115,7 @@ def agreed(number: int) -> int:
     return numbers[0]
 
 
-def _is_shared(model: object) -> bool:
+def is_shared(model: object) -> bool:
     """Whether gradients are averaged over the processes, or nothing learns."""
     if not isinstance(model, nn.Module):
         return False
@@ -119,7 +135,7 @@ def _is_sharded(model: object) -> bool:
     )
 
 
-def _gives_all_ranks_the_same(loader: object, world_size: int) -> bool:
+def gives_all_ranks_the_same(loader: object, world_size: int) -> bool:
     """Whether the loader is known to give every process the same batches; in doubt not.
 
     One of a subclass, over an IterableDataset, or with a sampler or batch sampler that is not torch's may share the

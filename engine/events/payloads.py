@@ -167,6 +167,7 @@ class Preempted:
     """PREEMPTED: the process was asked to stop."""
 
     signal: str  # "SIGTERM", "SIGUSR1", "SIGINT"
+    rank: int | None = None  # of the process that got it, if that is another one of several that train together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

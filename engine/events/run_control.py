@@ -67,7 +67,12 @@ class RunControl(EngineEvents):
         self._attention = self._attention or value
 
     def terminate(
-        self, skip_completed: bool = False, *, reason: str = "terminate() was called", observed: bool = False
+        self,
+        skip_completed: bool = False,
+        *,
+        reason: str = "terminate() was called",
+        observed: bool = False,
+        alike: bool = False,
     ) -> None:
         """End the run at the next safe point: TERMINATE is fired, then COMPLETED.
 
@@ -76,6 +81,8 @@ class RunControl(EngineEvents):
             reason: what `state.stop_reason` and TERMINATE's payload say afterwards.
             observed: the moment depends on the clock, another thread or the machine, so that the run is not expected to
                 end there when it is repeated.
+            alike: of several processes that train together, each calls this in the same iteration. Otherwise they
+                agree first, and the run ends at a later iteration.
         """
         if not isinstance(skip_completed, bool):
             raise TypeError(

@@ -71,6 +71,16 @@ class RunningMean:
         total = self._total if isinstance(self._total, Tensor) else torch.tensor(self._total, dtype=torch.float64)
         return total / self._weight
 
+    def sums(self) -> tuple[float, float]:
+        """The weighted values and the weights, added up, as numbers; waits for the device.
+
+        >>> mean = RunningMean()
+        >>> mean.update(1.5, weight=2)
+        >>> mean.sums()
+        (3.0, 2.0)
+        """
+        return float(self._total or 0.0), float(self._weight)
+
     def compute(self) -> float:
         """The mean as a number; waits for the device.
 

@@ -241,8 +241,17 @@ class ModelStore(Protocol):
     waiting: GradientInfo | None = None
     """Gradients held as values for the next update; None where the parameters hold them."""
 
+    @property
+    def eval_state(self) -> ModelState:
+        """The newest state for forward passes without gradients, which need no other process."""
+        return self.state
+
     def part(self, name: str) -> ModelState:
         """The state that one of several optimizers updates; "" is the whole."""
+
+    def refresh(self) -> None:
+        """Several processes train: take into account which parameters learn now, before each step."""
+        return
 
     def commit(self, state: ModelState) -> None:
         """An update was made: continue from this state, which nobody else holds."""

@@ -44,6 +44,8 @@ class SupervisedStrategy:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         self._loss = get_loss(loss, **(loss_options or {}))
         self._ignored = ignored_label(self._loss)
+        # a class label that nobody has named as ignored is taken to be a label: counting costs every step
+        self._counts_labels = self._ignored not in (None, -100) or "ignore_index" in (loss_options or {})
 
     def prepare_batch(self, batch: object) -> TrainingBatch:
         """The pair as inputs and targets; torch tensors, also for other backends.
@@ -65,7 +67,7 @@ class SupervisedStrategy:
             require_tensor("SupervisedStrategy", "targets", targets)
             return TrainingBatch(inputs, targets, _rows(inputs))
         samples = targets.shape[0] if targets.ndim else 1
-        if targets.ndim == 1 and (self._ignored is None or self._ignored == -100):
+        if targets.ndim == 1 and not self._counts_labels:
             return TrainingBatch(inputs, targets, samples)
         if self._ignored is not None and not targets.is_floating_point():
             return TrainingBatch(inputs, targets, samples, 0, (targets != self._ignored).sum())

@@ -106,7 +106,7 @@ class EarlyStopping(Handler):
     def _on_started(self, engine: Engine) -> None:
         # resumed after the round that ended the run, and killed before the run could end: it ends now
         if engine.state.iteration > 0 and self.counter >= self.patience:
-            engine.terminate(reason=self._reason(self.metric))
+            engine.terminate(reason=self._reason(self.metric), alike=True)
 
     def _on_completed(self, engine: Engine) -> None:
         if self.best_value is None and self.counter == 0:
@@ -118,7 +118,7 @@ class EarlyStopping(Handler):
             return
         self._round = _VALIDATION if event.type == Events.VALIDATION_COMPLETED.value else "rollout"
         if self.step(event.payload.metrics[name]):
-            engine.terminate(reason=self._reason(name))
+            engine.terminate(reason=self._reason(name), alike=True)
 
     def _reason(self, name: str) -> str:
         rounds = f"{self.counter} {self._round}{'s' if self.counter > 1 else ''}"

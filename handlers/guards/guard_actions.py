@@ -143,6 +143,7 @@ class Guard(Handler):
         self.every = every
         self.max_rewinds = max_rewinds
         self._clock = clock
+        self._checks_alike = every.seconds is None  # of several processes, each in the same iteration
 
     def _check_engine(self, engine: Engine) -> None:
         """Reject an engine that cannot rewind, where the policy is to rewind.
@@ -162,7 +163,7 @@ class Guard(Handler):
         """Act on an anomaly of the iterations `first` to `last`."""
         reason = f"{self._place}: {reason}"
         if self.policy == "stop":
-            engine.terminate(reason=reason)
+            engine.terminate(reason=reason, alike=self._checks_alike)
         elif self.policy == "rewind" and isinstance(engine, _Rewindable):
             if engine.rewinds >= self.max_rewinds:
                 engine.terminate(reason=f"{reason}; it has been rewound {engine.rewinds} times already")

@@ -170,7 +170,7 @@ class StepLimit(Handler):
         for name, count, limit in zip(("iterations", "updates"), made, (self.iterations, self.updates), strict=True):
             if limit is not None and count >= limit:
                 self._ended = True  # in a replay the run may continue
-                engine.terminate(reason=f"step limit: {limit} {name} of this run are made")
+                engine.terminate(reason=f"step limit: {limit} {name} of this run are made", alike=True)
                 return
 
 

@@ -203,7 +203,7 @@ class NaNGuard(Guard):
         first, last = bad[0][1].batches[0].iteration, bad[-1][1].batches[-1].iteration
         if longest >= self.max_in_a_row:
             reason = f"{longest} updates in a row had a gradient that is not finite, the last at iteration {last}"
-            engine.terminate(reason=f"NaNGuard: {reason}")
+            engine.terminate(reason=f"NaNGuard: {reason}", alike=self._checks_alike)
         else:
             self._act(engine, first, last, f"the gradient of iteration {last} is not finite")
 

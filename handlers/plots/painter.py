@@ -1,11 +1,13 @@
 """Draws the figures of a run, in this process or in one of its own, which alone imports matplotlib and renders.
 
-The process is started for the first figures, and ends when its input ends: at the end of the run or with this process,
-however that ends. It finishes what it is drawing, so a run that is killed has the figures of its last round.
+The process is started when there is something to draw soon, and ends when its input ends: at the end of the run or
+with this process, however that ends. It finishes what it is drawing, so a run that is killed has the figures of its
+last round.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -16,6 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -68,6 +71,9 @@ class Drawing:
 class Painter(Protocol):
     """Draws; one drawing at a time."""
 
+    def prepare(self) -> None:
+        """Something is to be drawn soon."""
+
     def start(self, drawing: Drawing, clock: Callable[[], float]) -> None:
         """Begin to draw."""
 
@@ -86,6 +92,9 @@ class InThisProcess:
 
     def __init__(self) -> None:
         self._result: Result | None = None
+
+    def prepare(self) -> None:
+        pass
 
     def start(self, drawing: Drawing, clock: Callable[[], float]) -> None:
         started = clock()
@@ -125,6 +134,12 @@ class DrawingProcess:
         self._thread: threading.Thread | None = None
         self._results: list[Result] = []
         self._end: Callable[[], object] = lambda: None
+        self._starting = threading.Lock()
+
+    def prepare(self) -> None:
+        """Start the process, which imports matplotlib, in a thread: the first drawing need not wait for that."""
+        self._leave_in_child()
+        threading.Thread(target=self._start_process, name="plots", daemon=True).start()
 
     def start(self, drawing: Drawing, clock: Callable[[], float]) -> None:
         self._leave_in_child()
@@ -147,13 +162,15 @@ class DrawingProcess:
         self._leave_in_child()
         if self._thread is not None:
             self._thread.join()
-        self._end()
+        with self._starting:
+            self._end()
 
     def _leave_in_child(self) -> None:
         if self._owner != os.getpid():
             self._owner = os.getpid()
             self._process = self._thread = None
             self._results = []
+            self._starting = threading.Lock()  # another thread of the parent may have held it
 
     def _exchange(self, drawing: Drawing, clock: Callable[[], float]) -> None:
         """In the thread: nothing of the training process waits for pipes, nor for the start of the process."""
@@ -171,7 +188,15 @@ class DrawingProcess:
         result.seconds = clock() - started
         self._results.append(result)
 
+    def _start_process(self) -> None:
+        with suppress(OSError):  # the first drawing reports it
+            self._running()
+
     def _running(self) -> subprocess.Popen[bytes]:
+        with self._starting:
+            return self._process_that_runs()
+
+    def _process_that_runs(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
@@ -198,6 +223,8 @@ def serve() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     source, replies = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what matplotlib prints is not a reply
+    with suppress(ImportError):  # which the first drawing reports
+        importlib.import_module("matplotlib.backends.backend_agg")
     while (drawing := _receive(source)) is not None:
         try:
             _send(replies, _draw(drawing) if drawing.awaited else _draw_aside(drawing))

@@ -88,6 +88,7 @@ class Plots(Handler):
         self._painter: Painter = DrawingProcess()
         self._drawing = Drawing(())  # the last one
         self._started = -math.inf  # when it was started
+        self._is_prepared = False  # the painter, for the first one
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Follow one engine, or each of a bus.
@@ -100,6 +101,7 @@ class Plots(Handler):
             make_folder("Plots", self._pictures)
             FolderUse("Plots", subscribe, lambda: self.folder)
             self._next = -math.inf
+            self._is_prepared = False
             if self.every is not None:
                 subscribe(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
             subscribe(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
@@ -179,6 +181,9 @@ class Plots(Handler):
         return engine.name if self._attachment.follows_whole_bus else ""
 
     def _on_metrics(self, engine: Engine, event: Event) -> None:
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._painter.prepare()
         metrics = event.payload.metrics
         if self.every is not None:
             metrics = {name: value for name, value in metrics.items() if not _is_read(name)}

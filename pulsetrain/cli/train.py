@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 
+from pulsetrain.cli.launch import Launch, launch
 from pulsetrain.cli.reports import FAILED, STOPPED, UNSAVED, output_may_fail, report
 from pulsetrain.cli.results import logs_on_stderr, resume_command, summary, unsaved
 from pulsetrain.configuration.assemble import Assembly, assemble
@@ -17,6 +19,7 @@ from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine import ConfigurationError, Events, PulsetrainError
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 
@@ -24,7 +27,24 @@ __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Assemble the run, train it, and print where the results are."""
+    """Assemble the run, train it, and print where the results are; or start the processes that do."""
+    how = Launch.of(arguments.settings)
+    if how is None:
+        return _run(arguments)
+    words = [str(arguments.config), *(f"--{name}={text}" for name, text in _without_launch(arguments.settings).items())]
+    for name, value in (("--folder", arguments.folder), ("--resume", arguments.resume)):
+        words += [name, str(value)] if value is not None else []
+    words += [f"--{name}" for name in ("wait", "dry-run", "traceback") if getattr(arguments, name.replace("-", "_"))]
+    config = read_config(arguments.config, _without_launch(arguments.settings))
+    runs = Path(arguments.folder or config["run"]).parent  # its name may have a number that is not known yet
+    return launch(how, words, lambda: sorted(str(each) for each in runs.glob("*/checkpoints/*")))
+
+
+def _without_launch(settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in settings.items() if not name.startswith("launch.")}
+
+
+def _run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     assembly: Assembly | None = None
     updates = [0]  # the last item: the optimizer updates that had been made when this command started training
@@ -35,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return _dry_run(arguments, config, watch)
             base = base_of(arguments.config.parent)
             assembly = assemble(config, base, arguments.folder, resume=arguments.resume, wait=arguments.wait)
-            _announce(assembly, arguments.resume)
+            if ranks().is_main:
+                _announce(assembly, arguments.resume)
             # only the first time: a run that goes back to a checkpoint fires STARTED again
             assembly.trainer.add_event_handler(
                 Events.STARTED, lambda engine: updates.append(engine.state.update) if len(updates) == 1 else None
@@ -59,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return report(error)
             trainer = assembly.trainer
             return _failed(error, assembly, early=trainer.state.update == updates[-1] and not trainer.rewinds)
+        if not ranks().is_main:
+            return watch.status
         print(summary(assembly, time.perf_counter() - started))
         if watch.status:
             print(resume_command(assembly, arguments.config, arguments.settings))
@@ -86,6 +109,9 @@ def _announce(assembly: Assembly, resume: str | None) -> None:
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
     """Report the error. A run without an update leaves no files: the corrected command then finds its folder free."""
+    if not ranks().is_main:
+        error.add_note(f"in the process of rank {ranks().rank}")
+        return report(error) if isinstance(error, PulsetrainError) else report(error, FAILED)
     if early:
         assembly.claim.release()
         forget_bundle(error)

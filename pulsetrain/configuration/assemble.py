@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.configuration.claim import Claim, has_checkpoint, resolve_folder, run_of, write_description
+from pulsetrain.configuration.claim import Claim, SharedClaim, has_checkpoint, resolve_folder, run_of, write_description
 from pulsetrain.configuration.class_paths import Factory, look_in
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
@@ -21,6 +21,7 @@ from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.checkpoint import resolve
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import length_of
+from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer
@@ -39,7 +40,7 @@ class Assembly:
     """A run ready to be trained."""
 
     trainer: Trainer
-    claim: Claim
+    claim: Claim | SharedClaim
 
     @property
     def folder(self) -> Path:
@@ -70,10 +71,11 @@ def assemble(
     Raises:
         PulsetrainError: a part cannot be made; the message names it.
     """
-    pattern = str(folder or config["run"])
-    run_folder = resolve_folder(pattern, resume=resume, chosen=folder is not None)
+    pattern, control = str(folder or config["run"]), join()
+    run_folder, settings = control.main_decides(
+        lambda: _folder_and_settings(config, pattern, resume, chosen=folder is not None)
+    )
     look_in(base)
-    settings = _training_settings(config, run_folder, resume)
     training = instantiate({"class_path": TrainingConfig, "init_args": settings}, "training", settings="training")
     rng.seed_everything(training.seed)
     model = instantiate(config["model"], "model")
@@ -82,7 +84,14 @@ def assemble(
     strategy = instantiate(config["strategy"], "strategy", STRATEGIES)
     backend = instantiate(config["backend"], "backend", BACKENDS)
     metrics = {name: instantiate(spec, f"metrics.{name}") for name, spec in (config.get("metrics") or {}).items()}
-    claim = _claim(pattern, run_folder, numbered="{n}" in pattern and resume is None, wait=wait)
+    owned: list[Claim] = []
+
+    def claim_folder() -> Path:
+        owned.append(_claim(pattern, run_folder, numbered="{n}" in pattern and resume is None, wait=wait))
+        return owned[0].folder
+
+    claim: Claim | SharedClaim = SharedClaim(control.main_decides(claim_folder))
+    claim = owned[0] if owned else claim
     try:
         if training.run_dir == str(run_folder):
             training = replace(training, run_dir=str(claim.folder))
@@ -97,7 +106,9 @@ def assemble(
             )  # fmt: skip
         except PulsetrainError as error:
             raise in_settings(error) from error
-        if resume is None or not has_checkpoint(trainer):  # a run that has saved nothing starts again
+        if not control.ranks.is_main:
+            pass
+        elif resume is None or not has_checkpoint(trainer):  # a run that has saved nothing starts again
             write_description(claim.folder, _described(config, claim.folder, trainer.seed), trainer, base)
             if resume is not None:
                 _describe_again_once_loaded(config, claim.folder, trainer, base)
@@ -107,6 +118,14 @@ def assemble(
         claim.release()
         raise
     return Assembly(trainer, claim)
+
+
+def _folder_and_settings(
+    config: Mapping[str, Any], pattern: str, resume: str | None, *, chosen: bool
+) -> tuple[Path, dict[str, Any]]:
+    """The run folder, and the training section with a seed."""
+    folder = resolve_folder(pattern, resume=resume, chosen=chosen)
+    return folder, _training_settings(config, folder, resume)
 
 
 def _described(config: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:

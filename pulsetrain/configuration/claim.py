@@ -21,7 +21,7 @@ from pulsetrain.handlers.run_files.run_file import write_run_file
 if TYPE_CHECKING:
     from pulsetrain.trainer import Trainer
 
-__all__ = ["Claim", "has_checkpoint", "holds_run", "resolve_folder", "run_of", "write_description"]
+__all__ = ["Claim", "SharedClaim", "has_checkpoint", "holds_run", "resolve_folder", "run_of", "write_description"]
 
 PARTS = ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv", "plots", "crash", "crash.txt")
 
@@ -139,6 +139,16 @@ class Claim:
                 except OSError:  # another process uses it by now
                     break
         self._made = []
+
+
+class SharedClaim:
+    """A run folder that the main process of several has claimed, in the other ones, which keep nothing there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def release(self) -> None:
+        """The main process releases it."""
 
 
 def write_description(folder: Path, config: Mapping[str, object], trainer: Trainer, base: Path) -> None:

@@ -16,6 +16,7 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import KeyedLoader
 from pulsetrain.engine.data.loaders import can_be_keyed, key_order, length_of, order_seed
 from pulsetrain.engine.data.workers import workers_begin
+from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same, ranks
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.loader_parts import LoaderParts
@@ -254,7 +255,10 @@ class DataCursor:
         if self._keyed is None or self._keyed[0] is not loader or self._keyed[1].order.seed != seed:
             if loader.num_workers:
                 self._watch = WorkerWatch(loader.num_workers)
-            self._keyed = loader, KeyedLoader(loader, seed, self._watch.look if loader.num_workers else None)
+            found = ranks()
+            shared = found.world_size > 1 and gives_all_ranks_the_same(loader, found.world_size)
+            look = self._watch.look if loader.num_workers else None
+            self._keyed = loader, KeyedLoader(loader, seed, look, (found.rank, found.world_size) if shared else None)
         return self._keyed[1]
 
     def changed_in_workers(self) -> set[str]:
@@ -274,10 +278,15 @@ class DataCursor:
             return None
         return self.passes, self._offset + (iteration - 1 - self._offset_at) * self._keyed[1].order.step
 
-    def share(self, iteration: int) -> tuple[int, float]:
-        """How many samples of a batch of the current pass are this rank's, and how many an even share would be."""
+    def share(self, iteration: int) -> tuple[int, float] | None:
+        """How many samples of a batch of the current pass are this rank's, and how many an even share would be.
+
+        None if the loader decides itself which samples a rank gets.
+        """
         location = self.locate(iteration)
-        return (1, 1.0) if location is None or self._keyed is None else self._keyed[1].order.share(location[1])
+        if location is None or self._keyed is None or self._keyed[1].order.samples is None:
+            return None
+        return self._keyed[1].order.share(location[1])
 
     def rows_at(self, location: tuple[int, int]) -> list[Any]:
         """The data set's indices of the batch at that location, of this rank."""

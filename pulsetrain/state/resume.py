@@ -133,13 +133,8 @@ class Resumer:
 
     def _restore_generators(self, states: Mapping[str, Any]) -> None:
         rng.restore(states)
-        if rank := ranks().rank:  # the states in the checkpoint are the main process's
+        if rank := ranks().rank:  # the states in the checkpoint are the main process's; steps key their own
             rng.seed_everything(rng.derive(self.data.seed, rank, self.data.trained))
-            get_logger("pulsetrain").warning(
-                "the checkpoint holds the random generators of rank 0 alone: this rank draws new numbers from here, "
-                "for dropout and the like, so the run is not repeated bit for bit; the order of the data is kept",
-                rank=rank,
-            )
 
     def _restore_handlers(self, engine: Engine, event: Event) -> None:
         pending = self.pending

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
 from pulsetrain.engine.argument_checks import check_choice, check_type
 from pulsetrain.engine.data.loaders import can_be_read_once
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
@@ -20,6 +24,8 @@ from pulsetrain.handlers import (
     Checkpointer,
     EarlyStopping,
     EventRecorder,
+    LossSpikeGuard,
+    LRFinder,
     LRScheduler,
     MetricLogger,
     Plots,
@@ -32,6 +38,7 @@ from pulsetrain.training.run_length import RunLength
 __all__ = [
     "check_kinds",
     "check_metric_names",
+    "check_ranks",
     "configured_handlers",
     "configured_schedules",
     "named_loaders",
@@ -72,6 +79,31 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) 
 def writes_for_all(handler: object) -> bool:
     """Whether one of the processes that train together saves, logs or draws by it for all."""
     return isinstance(handler, _OUTPUT) or (isinstance(handler, EventRecorder) and not handler.rank)
+
+
+def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
+    """Refuse handlers that act by what one process sees, where several train; warn of BatchNorm.
+
+    Raises:
+        ConfigurationError: a handler does.
+    """
+    for handler in handlers:
+        if isinstance(handler, (LossSpikeGuard, LRFinder)) or getattr(handler, "policy", None) == "rewind":
+            raise ConfigurationError(
+                f"{type(handler).__name__} cannot be used where several processes train: it would judge each process's "
+                "own losses, or return to a checkpoint in one of them alone; leave it out, or start one process",
+                "Trainer",
+                handlers=[type(handler)],
+            )
+    own = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    own = [name for name in own if not isinstance(model.get_submodule(name), nn.SyncBatchNorm)]
+    if own and ranks().is_main:
+        get_logger("pulsetrain").warning(
+            "BatchNorm normalises by each process's share of a batch, not by the global batch; for that, use "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, or another normalisation",
+            first=own[0],
+            modules=len(own),
+        )
 
 
 def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingStrategy) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult, is_training_run
@@ -13,6 +14,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.handlers import LossSpikeGuard, NaNGuard
 from pulsetrain.state.part import StateDict, require
+from pulsetrain.training.agreement import Agreement
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.untrained import UntrainedParameters
@@ -27,15 +29,17 @@ class MetricsReporter:
         stepper: has the learning rates and the gradient norms; its strategy may derive further metrics from the loss,
             its backend knows of skipped updates, and if it has several optimizers, each has a loss of its own.
         every: iterations between two log points.
+        agreement: of several processes, whose losses are averaged.
     """
 
-    def __init__(self, stepper: Stepper, every: int) -> None:
+    def __init__(self, stepper: Stepper, every: int, agreement: Agreement) -> None:
         self._derive: Callable[[Any], Mapping[str, Any]] = getattr(stepper.strategy, "derive_metrics", lambda loss: {})
         self._backend, self._stepper, self._every = stepper.backend, stepper, every
         self.losses = Losses()
         self.named_losses = {f"{name}_loss": Losses() for name in stepper.optimizers or ()}  # whose sum is the loss
         self._rate = Rate()
         self._untrained = UntrainedParameters(stepper.store.module, stepper.store.optimizer)
+        self._agreement = agreement
         self._warned = False  # of a loss that is not finite
         self.reset()
 
@@ -66,18 +70,20 @@ class MetricsReporter:
         engine, stepper = self._engine, self._stepper
         if self._backend.skips_updates:
             self._announce_skipped()
-        if not self.losses.count("log"):
+        if not self._counts("log"):
             return
         if not stepper.by_hand:  # else other code may have optimizers of its own
             self._untrained.warn()
-        if not engine.hears(Events.METRICS_LOGGED):
+        if not engine.hears(Events.METRICS_LOGGED) and not self._agreement.is_shared:
             if self._would_warn() and not self.losses.are_finite("log"):  # nobody else needs the loss on the host
                 self._warn_unless_finite(self.losses.peek("log").item())
             for losses in self._all_losses() if not provisional else ():
                 losses.forget("log")
             return
-        read = Losses.peek if provisional else Losses.consume
-        metrics = self._means("log", lambda losses, reader: read(losses, reader).item())
+        means = self._means("log", keep=provisional)
+        if not means:
+            return
+        metrics = {name: value.item() if isinstance(value, Tensor) else value for name, value in means.items()}
         self._warn_unless_finite(metrics["train/loss"])
         if stepper.grad_norm is not None:
             metrics["grad_norm"] = stepper.grad_norm.item()
@@ -112,6 +118,8 @@ class MetricsReporter:
             result: of the step.
             size: what its losses are means over.
         """
+        if not self._stepper.counts:
+            return
         self.losses.add(result.metrics["loss"], size)
         for name, losses in self.named_losses.items():
             if name in result.metrics:
@@ -126,13 +134,13 @@ class MetricsReporter:
 
     def end_epoch(self) -> None:
         """Add the epoch's means to the history."""
-        if self.losses.count("epoch"):
-            self.history.update(self._means("epoch", Losses.consume))
+        if self._counts("epoch") and (means := self._means("epoch")):
+            self.history.update(means)
 
     def add_unfinished_epoch(self) -> None:
         """Add the means of an epoch that the run ended in; continuing the epoch replaces them."""
-        if self.losses.count("epoch"):
-            self.history.update(self._means("epoch", Losses.peek), provisional=True)
+        if self._counts("epoch") and (means := self._means("epoch", keep=True)):
+            self.history.update(means, provisional=True)
 
     def reset(self) -> None:
         """Return to before the first loss; the last run's history stays with its readers."""
@@ -163,12 +171,39 @@ class MetricsReporter:
     def _all_losses(self) -> Iterable[Losses]:
         return self.losses, *self.named_losses.values()
 
-    def _means(self, reader: str, mean_of: Callable[[Losses, str], object]) -> dict[str, Any]:
-        """The mean losses, what the strategy derives from them, and the learning rates; on the device if they are."""
-        loss = mean_of(self.losses, reader)
-        derived = {f"train/{name}": value for name, value in self._derive(loss).items()}
-        each = {f"train/{name}": mean_of(of, reader) for name, of in self.named_losses.items() if of.count(reader)}
-        return {"train/loss": loss, **each, **derived, **self._rates()}
+    def _counts(self, reader: str) -> bool:
+        """Whether there is a loss to report; of several processes, another one may have it."""
+        return self._agreement.is_shared or self.losses.count(reader) > 0
+
+    def _means(self, reader: str, *, keep: bool = False) -> dict[str, Any]:
+        """The mean losses, what the strategy derives from them, and the learning rates; on the device if they are.
+
+        It is empty if no rank has a loss.
+
+        Args:
+            reader: "log" or "epoch".
+            keep: the reader's next mean has these losses, too.
+        """
+        named = {"loss": self.losses, **self.named_losses}
+        if self._agreement.is_shared:
+            means = self._means_of_all_ranks(reader, named)
+        else:
+            means = {name: of.peek(reader) for name, of in named.items() if of.count(reader)}
+        for losses in named.values() if not keep else ():
+            losses.forget(reader)
+        if "loss" not in means:
+            return {}
+        derived = {f"train/{name}": value for name, value in self._derive(means["loss"]).items()}
+        return {**{f"train/{name}": value for name, value in means.items()}, **derived, **self._rates()}
+
+    def _means_of_all_ranks(self, reader: str, named: Mapping[str, Losses]) -> dict[str, Any]:
+        """The means over the global batches, the same bits on every rank."""
+        sums = self._agreement.sums([each for losses in named.values() for each in losses.sums(reader)])
+        return {
+            name: torch.tensor(total / weight, dtype=torch.float64)
+            for name, total, weight in zip(named, sums[::2], sums[1::2], strict=True)
+            if weight
+        }
 
     def _rates(self) -> dict[str, float]:
         rates = self._stepper.learning_rates

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast
 
+from torch import nn
+
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
@@ -24,6 +26,7 @@ from pulsetrain.signals import interrupted_safely
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
+from pulsetrain.training.agreement import Agreement
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_length import RunLength
 from pulsetrain.training.validation import Validator
@@ -35,6 +38,7 @@ class DrivenRun(SavedEngine, Protocol):
     """What the driver needs of a training run besides its engine."""
 
     train_loader: Iterable[object]
+    model: nn.Module
     config: TrainingConfig
     backend: Backend
 
@@ -51,6 +55,7 @@ class RunDriver:
         registry: its handlers.
         reporter: gets the beginning and the end of each epoch and of the run.
         validator: a run that reached its bound ends with a validation.
+        agreement: of several processes.
     """
 
     def __init__(
@@ -61,10 +66,11 @@ class RunDriver:
         registry: HandlerRegistry,
         reporter: MetricsReporter,
         validator: Validator,
+        agreement: Agreement,
     ) -> None:
         self._engine, self._run = engine, cast(DrivenRun, engine)
         self._length, self._resumer, self._data, self._registry = length, resumer, resumer.data, registry
-        self._reporter, self._validator = reporter, validator
+        self._reporter, self._validator, self._agreement = reporter, validator, agreement
         self._has_trained = False  # in a run before the present one
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
 
@@ -93,11 +99,12 @@ class RunDriver:
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
         try:
+            self._agreement.check_alike(self._run.config, self._run.model, self._run.train_loader)
             take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
             if resume is not None:
                 self._load(resume)
             self._rewind = None
-            with interrupted_safely(self._engine):
+            with self._agreement.watched(), interrupted_safely(self._engine):
                 self._start()
                 while self._rewind is not None:
                     go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
@@ -125,11 +132,15 @@ class RunDriver:
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """End here, and continue after the newest checkpoint before iteration `first`; see `Trainer.rewind`."""
+        if self._agreement.is_shared:
+            raise ConfigurationError(
+                "several processes cannot return to a checkpoint during a run yet", "Trainer.rewind"
+            )
         if self._engine.should_terminate or self._engine.state.stop_reason is not None:
             get_logger("pulsetrain").warning("the run ends, and does not rewind", reason=reason)
             return
         rewind = plan_rewind(self._registry.checkpointer("rewind()"), self._data, first, last)
-        self._engine.terminate(skip_completed=True, reason=reason)
+        Engine.terminate(self._engine, skip_completed=True, reason=reason)
         self._rewind = rewind
 
     def cancel_rewind(self) -> None:
@@ -147,7 +158,7 @@ class RunDriver:
         if self._length.counted:
             reason = self._length.reached(self._engine.state)
             if reason is not None:
-                self._engine.terminate(reason=reason)
+                Engine.terminate(self._engine, reason=reason)  # all ranks count alike
 
     @contextmanager
     def around_epoch(self, done: int) -> Iterator[None]:
@@ -186,14 +197,15 @@ class RunDriver:
         if source != "latest":
             self._run.load_checkpoint(source)
             return
-        latest = self._registry.checkpointer("train(resume='latest')").manager.get_latest()
+        manager, control = self._registry.checkpointer("train(resume='latest')").manager, self._agreement.control
+        latest = control.main_decides(manager.get_latest)
         if latest is not None:
             self._run.load_checkpoint(latest)
             return
         self._require_beginning()
         take_all(self._engine, restart=True)
         for handler in self._registry.handlers:
-            if isinstance(handler, (MetricLogger, EventRecorder)):
+            if isinstance(handler, (MetricLogger, EventRecorder)) and control.ranks.is_main:
                 handler.begin_again()
 
     def _require_beginning(self) -> None:
@@ -247,7 +259,11 @@ class RunDriver:
             self._run.backend.reseed(self._data.seed)
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
-        engine.terminate(reason=f"{event.payload.signal} was received", observed=True)
+        reason = f"{event.payload.signal} was received"
+        if not self._agreement.is_shared:
+            engine.terminate(reason=reason, observed=True)
+        elif event.payload.rank is None:  # else all ranks have agreed
+            self._agreement.ask(reason, observed=True, signal=event.payload.signal)
 
     def _finish(self) -> None:
         """At the run's end, report what no log point has; a run that reached its bound ends with a validation."""

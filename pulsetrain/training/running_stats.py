@@ -95,6 +95,12 @@ class Losses:
         self.forget(reader)
         return mean
 
+    def sums(self, reader: str) -> tuple[float, float]:
+        """The losses times their sizes, and the sizes, added up for the reader; waits for the device."""
+        whole = copy(self._means[reader])
+        self._fold(reader, whole)
+        return whole.sums()
+
     def forget(self, reader: str) -> None:
         """Start this reader's next mean here."""
         self._means[reader].reset()

@@ -33,6 +33,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingStrategy,
 )
 from pulsetrain.state.part import StateDict, require
+from pulsetrain.training.rank_share import RankShare, Share
 
 __all__ = ["OnStep", "Stepper", "rates_of"]
 
@@ -52,8 +53,8 @@ class Stepper:
         accumulate: when the gradients of several batches make one update.
         clip_grad_norm: the backend's setting, which makes each update report its gradient norm.
         on_step: called after each successful step with the prepared batch and the result.
-        share: of several processes that train together: the samples of an iteration's batch that are this one's, and
-            their number had they been shared out evenly. The gradients are averaged over the processes.
+        ranks: of several processes that train together: weighs this one's batches, since the gradients are averaged
+            over the processes, and keys its random numbers.
 
     >>> from pulsetrain.engine import Accumulate, Engine, SupervisedStrategy, TorchBackend
     >>> from pulsetrain.engine.backends.model_store import InPlaceStore
@@ -76,13 +77,13 @@ class Stepper:
         accumulate: Accumulate,
         clip_grad_norm: float | None = None,
         on_step: OnStep | None = None,
-        share: Callable[[int], tuple[int, float]] | None = None,
+        ranks: RankShare | None = None,
     ) -> None:
         self.backend, self.strategy, self.store = backend, strategy, store
         self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
         self.accumulation = Accumulation(accumulate)
-        self.share = share
-        self._weight, self._even = 1.0, 1.0  # of this batch in its global one; its even size over its own
+        self.ranks = ranks
+        self._share: Share | None = None  # of the current batch in its global one; None where there is one process
         self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time
         self.is_stepping = False  # between the start and the end of a step, when nothing can be saved
         self.learning_rates = rates_of(store.optimizer)  # of the last update
@@ -102,9 +103,10 @@ class Stepper:
         state = engine.state
         strategy = cast(TrainingStrategy, FirstBatch(self.strategy) if self._checks else self.strategy)
         prepared = self.backend.prepare_batch(batch, strategy)
-        if self.share is not None:
-            own, even = self.share(state.iteration)
-            self._weight, self._even = own / even, even / max(own, 1)
+        if self.ranks is not None:
+            self._share = self.ranks.of(prepared, state.iteration)
+            self.ranks.seed_generators(state.iteration)
+            self.store.refresh()
         if self.optimizers is None and len(self.store.optimizer.param_groups) != self._groups:
             self._adopt_groups()
         self.is_stepping = True
@@ -115,14 +117,14 @@ class Stepper:
                 self._ready.live
                 or (self.clip_grad_norm is not None and self._ready.connected)  # clipping measures what one records
                 or not self.accumulation.nothing_waits
-                or self._weight != 1.0
+                or (self._share is not None and self._share.weight != 1.0)
             ):
                 result = self._step_in_parts(engine, prepared, strategy)
             else:
                 result = self._whole_step(engine, prepared, strategy)
-            if self._weight:  # else another process counts the samples
-                state.samples += prepared.samples
-                state.tokens += prepared.tokens
+            counted = prepared if self._share is None else self._share
+            state.samples += counted.samples
+            state.tokens += counted.tokens
         except BaseException:  # a part of this batch's gradients may be among those that wait
             self.discard()
             raise
@@ -131,6 +133,11 @@ class Stepper:
         if self.on_step is not None:
             self.on_step(prepared, result)
         return result
+
+    @property
+    def counts(self) -> bool:
+        """Whether the last batch counts; if not, it stands in for one that this rank has no sample of."""
+        return self._share is None or self._share.weight > 0.0
 
     @property
     def accumulated(self) -> int:
@@ -206,7 +213,7 @@ class Stepper:
             accumulate=self.accumulation.rule,
             clip_grad_norm=self.clip_grad_norm,
             on_step=on_step,
-            share=self.share,
+            ranks=self.ranks,
         )
 
     def reset(self) -> None:
@@ -266,22 +273,27 @@ class Stepper:
     def _step_in_parts(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
         """Add the batch's gradients up, and make an update when it is time for one."""
         store, accumulation, update = self.store, self.accumulation, engine.state.update
-        size = batch.size if self._weight == 1.0 else batch.size * self._even
-        scale = accumulation.weigh(size, batch.tokens, update) * self._weight
+        size, tokens, weight = self._weighed(batch)
+        scale = accumulation.weigh(size, tokens, update) * weight
         gradients = self.backend.forward_backward(store.state, batch, strategy, scale, store.waiting)
         store.hold(gradients)
-        if accumulation.add(size, batch.tokens, update):
+        if accumulation.add(size, tokens, update):
             self._update(engine, gradients, accumulation.close())
         return TrainingResult({"loss": self.backend.to_torch(gradients.loss)})
+
+    def _weighed(self, batch: TrainingBatch) -> tuple[int | float | Tensor, int, float]:
+        """What the batch's loss is a mean over and its tokens, the same on every rank, and the rank's weight in it."""
+        share = self._share
+        return (batch.size, batch.tokens, 1.0) if share is None else (share.size, share.tokens, share.weight)
 
     def _alternate(self, engine: Engine, batch: TrainingBatch, optimizers: NamedOptimizers) -> TrainingResult:
         """Each of the strategy's losses with its own optimizer; the result has their sum, and each by its name."""
         accumulation, place = self.accumulation, f"{type(self.strategy).__name__}.compute_losses"
         backend, strategy = cast(InPlaceBackend, self.backend), cast(AlternatingStrategy, self.strategy)
-        size = batch.size if self._weight == 1.0 else batch.size * self._even
-        scale = accumulation.weigh(size, batch.tokens, engine.state.update) * self._weight
+        size, tokens, weight = self._weighed(batch)
+        scale = accumulation.weigh(size, tokens, engine.state.update) * weight
         correction = None
-        if accumulation.add(size, batch.tokens, engine.state.update):
+        if accumulation.add(size, tokens, engine.state.update):
             correction = accumulation.close()
         found: dict[str, Tensor] = {}
         for name, loss in backend.losses(self.store.state, batch, strategy):

@@ -16,6 +16,7 @@ from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_t
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
+from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.data_source import IterableSource
@@ -32,6 +33,7 @@ from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
 from pulsetrain.training.heap import give_back_free_memory
+from pulsetrain.training.rank_parts import RankParts
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
 
@@ -125,17 +127,21 @@ class Evaluation:
             strategy makes batches, losses and metrics, its backend computes them.
         metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
         bus: shared with the trainer.
+        control: of several processes, which share out the sets.
         trainer_name: the engine is "evaluator" for a trainer named "trainer", else "NAME.evaluator".
 
     Raises:
         ConfigurationError: a metric is neither.
     """
 
-    def __init__(self, stepper: Stepper, metrics: Mapping[str, Any], bus: EventBus, trainer_name: str) -> None:
+    def __init__(
+        self, stepper: Stepper, metrics: Mapping[str, Any], bus: EventBus, trainer_name: str, control: ControlGroup
+    ) -> None:
         self.store, self.backend = stepper.store, stepper.backend
         self.strategy = cast(TrainingStrategy, stepper.strategy)
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
         self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus)
+        self._control, self._parts = control, RankParts(control.ranks)
         self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self.metrics = dict(metrics)
@@ -165,8 +171,9 @@ class Evaluation:
         engine.set_name = name
         self.matrices = {}
         self._means = {}  # a run that ends before it has begun must not leave the last set's
+        self._control.broadcast_tensors([each for each in self.store.module.buffers() if each.is_floating_point()])
         try:
-            engine.run(loader)
+            engine.run(self._parts.of(loader, self.metrics.values()))
         finally:
             engine.set_name = None
         self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
@@ -182,7 +189,8 @@ class Evaluation:
         if not engine.is_paused:
             # Logits that stay would be the last block of a heap grown by this set, which then cannot be given back.
             state.output, state.batch = on_host(scalars(state.output)), None
-        return {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
+        found = {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
+        return self._control.broadcast(found)
 
     def _step(self, engine: Engine, batch: object) -> dict[str, Any]:
         backend = self.backend
@@ -192,7 +200,7 @@ class Evaluation:
         if isinstance(self.strategy, AlternatingStrategy):
             means: Mapping[str, Tensor] = self._alternate(self.strategy, prepared)
         else:
-            outputs, means = backend.eval_step(self.store.state, prepared, strategy)
+            outputs, means = backend.eval_step(self.store.eval_state, prepared, strategy)
         means = backend.to_torch(means)
         for name, value in means.items():
             self._running[name].update(value, prepared.size)
@@ -225,11 +233,22 @@ class Evaluation:
         """Put the means since `_reset` where the metrics are; a second call finds nothing more to do."""
         if not self._running:
             return
-        self._means = {name: running.compute() for name, running in self._running.items()}
+        self._means = (
+            self._merged()
+            if self._control.is_shared
+            else {name: running.compute() for name, running in self._running.items()}
+        )
         if isinstance(self.strategy, DerivesMetrics):
             self._means.update(self.strategy.derive_metrics(self._means["loss"]))
         self.engine.state.metrics.update(self._means)
         self._reset()
+
+    def _merged(self) -> dict[str, float]:
+        """The means over what all ranks have evaluated."""
+        means = [each for running in self._running.values() for each in running.sums()]
+        sums = self._control.sum(means, "the means of a validation")
+        pairs = zip(self._running, sums[::2], sums[1::2], strict=True)
+        return {name: total / weight if weight else float("nan") for name, total, weight in pairs}
 
     def _scalars(self, set_name: str) -> dict[str, float]:
         """The metrics as numbers, mappings flattened; matrices go to `matrices`."""

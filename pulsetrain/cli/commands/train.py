@@ -12,6 +12,7 @@ __all__ = ["add_arguments"]
 HELP = "train a run from a configuration file"
 SYNOPSIS = (
     "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--wait] [--dry-run] "
+    "[--launch.nproc N [--launch.min_nproc M]] "
     "[--SECTION.SETTING VALUE ...]"
 )
 DESCRIPTION = f"""\
@@ -24,6 +25,10 @@ Settings of the file can be overridden, by their dotted name, with a value in YA
   --training.validate_every '{{updates: 20}}'        (replaces the mapping)
   --training.validate_every.updates 20             (changes one key of it)
 
+--launch.nproc N trains in N processes on this machine, which share out each batch. If one
+is killed, they start again from the newest checkpoint: as many as before or, if they fail
+again before the next one, fewer, but at least --launch.min_nproc (by default N).
+
 Ctrl-C, SIGTERM and SIGUSR1 stop the run at the next safe point with a checkpoint, and
 print the command that resumes it. A second Ctrl-C or SIGTERM stops it immediately.
 """
@@ -33,6 +38,7 @@ examples:
   pulsetrain train config.yaml --run runs/wide --model.init_args.width 256
   pulsetrain train config.yaml --resume latest
   pulsetrain train config.yaml --dry-run
+  pulsetrain train config.yaml --launch.nproc 2
 
 exit status: 0 done; 1 the run failed; 2 wrong input; 4 trained, but the last checkpoint
 could not be saved; 128 + n stopped by signal n
@@ -44,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
     parser.add_argument(
         "--run",
+        "--folder",  # torchrun takes --run for an option of its own
         dest="folder",
         metavar="FOLDER",
         help="the run folder, instead of the configuration's; '{n}' in it is the next free number",

@@ -122,9 +122,9 @@ def test_a_request_of_any_rank_ends_all_at_the_same_fixed_point_and_a_signal_at_
             pulse = Pulse(control, every=10, within=0.0)  # a further pulse one iteration after each
             for iteration in range(1, 41):
                 if rank == 1 and iteration == asked_at:
-                    pulse.ask("enough", signal)
+                    pulse.ask("enough", observed=bool(signal), signal=signal)
                 if pulse.is_due(iteration):
-                    stop = pulse.beat(iteration, fixed=iteration % 10 == 0)
+                    stop, _ = pulse.beat(iteration, fixed=iteration % 10 == 0)
                     if stop is not None:
                         found.append((iteration, stop))
                         break
@@ -138,22 +138,22 @@ def test_a_request_of_any_rank_ends_all_at_the_same_fixed_point_and_a_signal_at_
     assert first.error == second.error == ""
     assert first.value == second.value
     found, calm, calls = first.value
-    enough = StopRequest("enough", "", 1)
-    assert found == [(10, enough), (10, StopRequest("enough", "SIGTERM", 1)), (10, enough), (20, enough)]
-    assert (calm, calls) == ([None] * 10, 10)
+    enough = StopRequest("enough", rank=1)
+    assert found == [(10, enough), (10, StopRequest("enough", True, "SIGTERM", 1)), (10, enough), (20, enough)]
+    assert (calm, calls) == ([(None, [])] * 10, 10)
 
 
 def test_a_signal_is_agreed_on_between_two_log_points():
     def body(rank: int) -> Any:
         control = join()
         pulse = Pulse(control, every=1000, within=0.01, clock=time.monotonic)
-        assert pulse.beat(1000, fixed=True) is None
+        assert pulse.beat(1000, fixed=True, values=[rank, 2.0]) == (None, [1.0, 4.0])
         for iteration in range(1001, 3001):
             time.sleep(0.001)
             control.barrier()  # the gradients
             if rank == 1 and iteration == 2005:
-                pulse.ask("SIGTERM was received", "SIGTERM")
-            if pulse.is_due(iteration) and pulse.beat(iteration, fixed=iteration % 1000 == 0):
+                pulse.ask("SIGTERM was received", observed=True, signal="SIGTERM")
+            if pulse.is_due(iteration) and pulse.beat(iteration, fixed=iteration % 1000 == 0)[0]:
                 return iteration
         return None
 

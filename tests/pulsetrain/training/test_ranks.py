@@ -1,9 +1,12 @@
-"""Several processes that train one model together, wrapped by torch's DistributedDataParallel."""
+"""Several processes that train one model together, each on its share of the global batches."""
 
 from __future__ import annotations
 
+import math
 import os
-import socket
+import re
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,11 @@ from typing import Any
 import pytest
 import structlog
 import torch
-import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,34 +27,33 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
+    TensorDataset,
     WeightedRandomSampler,
     random_split,
 )
 
-from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy
-from pulsetrain.engine.data import rng
+from pulsetrain import Loop, SignalWatch, Trainer, TrainingConfig
+from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
+from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, JSONLinesLogger, Plots
+from pulsetrain.handlers import (
+    Checkpointer,
+    ConsoleLogger,
+    CSVLogger,
+    EarlyStopping,
+    EventRecorder,
+    JSONLinesLogger,
+    LossSpikeGuard,
+    LRFinder,
+    NaNGuard,
+    Plots,
+    StepLimit,
+)
 from tests.support.models import pairs
+from tests.support.ranks import in_processes
 
 RANKS = 2
-
-
-@pytest.fixture
-def second_of_two() -> Iterator[None]:
-    """This process is rank 1 of 2; the collectives of the other one are faked."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def first_of_two() -> Iterator[None]:
-    """This process is rank 0 of 2; the collectives of the other one are faked."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    yield
-    torch.distributed.destroy_process_group()
+ROWS = (15, 16, 17, 19, 24, 34)
 
 
 def shared_loader(rank: int, rows: int, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
@@ -62,23 +62,33 @@ def shared_loader(rank: int, rows: int, batch_size: int = 4, **options: Any) -> 
     return DataLoader(data, batch_size, sampler=sampler)
 
 
-def make(model: nn.Module, loader: Any, *handlers: Any, **config: Any) -> Trainer:
+def make(model: nn.Module, loader: Any, *handlers: Any, val_loader: Any = None, **config: Any) -> Trainer:
     settings = {"max_epochs": 2, "optimizer": "sgd", "learning_rate": 0.1, "seed": 3, "log_every_n_steps": 1, **config}
-    strategy = SupervisedStrategy("mse")
-    return Trainer(model, loader, strategy=strategy, config=TrainingConfig(**settings), handlers=list(handlers))
+    return Trainer(
+        model,
+        loader,
+        val_loader,
+        strategy=SupervisedStrategy("mse"),
+        config=TrainingConfig(**settings),
+        handlers=list(handlers),
+    )
 
 
-def alone_in_two() -> nn.Module:
-    """A wrapped model whose gradients are not averaged, for collectives that are faked."""
+def double(rows: int) -> TensorDataset:
+    return TensorDataset(*(each.double() for each in pairs(rows).tensors))
 
-    def keep(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and refuses strings
-        kept: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        kept.set_result(bucket.buffer())
-        return kept
 
-    model = DistributedDataParallel(linear())
-    model.register_comm_hook(None, keep)
-    return model
+def in_one_process(body: Any, *, forked: bool = False) -> Any:
+    """What the body gives alone; in a process of its own if it ends that."""
+    if not forked:
+        return body(0)
+
+    def alone(rank: int) -> Any:
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        return body(rank)
+
+    return in_processes(alone, 1)[0]
 
 
 def linear() -> nn.Module:
@@ -86,17 +96,7 @@ def linear() -> nn.Module:
     return nn.Linear(4, 1)
 
 
-# ---------------------------------------------------------------------------------------------- without processes
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_model_of_which_each_process_would_train_its_own_is_refused(rank: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match=r"world_size=2 processes would train a model of its own; wrap"):
-        make(linear(), shared_loader(int(rank), 8))
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    make(linear(), shared_loader(0, 8))
+# ------------------------------------------------------------------------------------------ models that are refused
 
 
 def sharded_by_modules(model: nn.Module) -> nn.Module:
@@ -116,16 +116,43 @@ def sharded_in_part(model: nn.Module) -> nn.Module:
     return nn.Sequential(DistributedDataParallel(model), sharded_by_modules(nn.Linear(1, 1)))
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of FSDP on a CPU
-@pytest.mark.parametrize("learns", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("shard", [sharded_by_modules, sharded_by_a_wrapper, sharded_by_tensors, sharded_in_part])
-def test_a_model_of_which_a_rank_would_save_its_shard_alone_is_refused(shard: Any, learns: bool, first_of_two: None):
-    model = shard(linear()).requires_grad_(learns)
+def test_a_model_of_which_a_rank_would_save_its_shard_alone_is_refused(shard: Any):
+    def body(rank: int) -> list[str]:
+        said = []
+        for learns in (True, False):
+            model = shard(linear()).requires_grad_(learns)
+            for given in (model, {"own": DistributedDataParallel(linear()), "sharded": model}):
+                with pytest.raises(ConfigurationError) as refused:
+                    make(given, shared_loader(rank, 8))
+                said.append(str(refused.value))
+        return said
+
     rule = r"sharded models are not supported yet: rank 0 of world_size=2 .*; wrap the model in torch.*Parallel, or"
-    with pytest.raises(ConfigurationError, match=rule):
-        make(model, shared_loader(0, 8))
-    with pytest.raises(ConfigurationError, match=rule):
-        make({"own": DistributedDataParallel(linear()), "sharded": model}, shared_loader(0, 8))  # type: ignore[arg-type]
+    for ended in in_processes(body, own_group=True):
+        assert ended.error == ""
+        assert [bool(re.search(rule, text)) for text in ended.value] == [True] * 4
+
+
+def test_what_cannot_be_wrapped_here_has_to_be_wrapped_by_the_user():
+    """Modules that a strategy calls by itself, a loop's body, and a backend that computes with values."""
+
+    def body(rank: int) -> list[str]:
+        said = []
+        for attempt in (
+            lambda: make({"a": linear(), "b": linear()}, shared_loader(rank, 8)),  # type: ignore[arg-type]
+            lambda: Loop(linear(), shared_loader(rank, 8), optimizer="sgd"),
+            lambda: Trainer(linear(), shared_loader(rank, 8), backend=TorchBackend("cpu", functional=True)),
+        ):
+            with pytest.raises(ConfigurationError) as refused:
+                attempt()
+            said.append(str(refused.value))
+        return said
+
+    for ended in in_processes(body, own_group=True):
+        assert ended.error == ""
+        assert all("of world_size=2 processes would train a model of its own; wrap" in text for text in ended.value)
+        assert len(ended.value) == 3
 
 
 class OwnSampler(Sampler[int]):
@@ -181,156 +208,405 @@ PERHAPS_OWN = {
 }
 
 
-def warnings_of_data(loader: Any) -> list[Any]:
-    with structlog.testing.capture_logs() as logs:
-        make(alone_in_two(), loader).train()
-    return [line for line in logs if "same batches" in line["event"]]
-
-
 @pytest.mark.parametrize("kind", SAME_ON_ALL)
-def test_ranks_that_train_on_the_same_batches_are_warned_of_once(kind: str, first_of_two: None):
-    loader = SAME_ON_ALL[kind]()
-    (line,) = warnings_of_data(loader)
-    assert "sampler=torch.utils.data.DistributedSampler(" in line["event"]
-    assert (line["log_level"], line["loader"], line["processes"]) == ("warning", "DataLoader", RANKS)
+def test_batches_that_are_the_same_in_every_process_are_global_ones(kind: str):
+    assert gives_all_ranks_the_same(SAME_ON_ALL[kind](), RANKS)
 
 
 @pytest.mark.parametrize("kind", PERHAPS_OWN)
-def test_data_that_may_differ_by_rank_is_not_warned_of(kind: str, first_of_two: None):
-    assert warnings_of_data(PERHAPS_OWN[kind]()) == []
+def test_data_that_may_differ_by_rank_is_a_ranks_own(kind: str):
+    assert not gives_all_ranks_the_same(PERHAPS_OWN[kind](), RANKS)
 
 
-@pytest.mark.parametrize("kind", SAME_ON_ALL)
-def test_the_same_batches_are_not_warned_of_on_other_ranks_or_in_one_process(kind: str, second_of_two: None):
-    assert warnings_of_data(SAME_ON_ALL[kind]()) == []
-    torch.distributed.destroy_process_group()
-    with structlog.testing.capture_logs() as logs:
-        make(linear(), SAME_ON_ALL[kind]()).train()
-    assert logs == []
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)  # for the fixture
+# ------------------------------------------------------------------------------------------ the same as one process
 
 
-def test_only_the_main_process_saves_logs_and_draws(second_of_two: None, tmp_path: Path, capsys: Any):
-    handlers = [
-        Checkpointer(tmp_path),
-        EventRecorder(tmp_path),
-        CSVLogger(tmp_path),
-        JSONLinesLogger(tmp_path),
-        Plots(tmp_path),
-        ConsoleLogger(every=Every(iterations=1)),
-        EventRecorder(tmp_path / "own", rank=1),
-    ]
-    run = make(alone_in_two(), shared_loader(1, 16), *handlers)
-    run.train()
-    run.save_checkpoint()
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and "own" not in path.parts] == []
-    assert capsys.readouterr().out == ""
-    assert EventLog(tmp_path / "own", rank=1).ended
-
-
-def test_each_rank_draws_its_own_random_numbers(second_of_two: None):
-    drawn = {}
-    for rank in range(RANKS):
-        torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-        run = make(alone_in_two(), shared_loader(rank, 16))
-        drawn[rank] = []
-        run.add_event_handler(Events.ITERATION_STARTED, lambda rank=rank: drawn[rank].append(torch.rand(()).item()))
-        run.train()
-    assert len(drawn[0]) == len(drawn[1]) == 4
-    assert not set(drawn[0]) & set(drawn[1])
-
-
-@pytest.mark.parametrize("epochs", [1, 2], ids=["at_its_end", "with_batches_left"])
-def test_a_rank_whose_generators_no_checkpoint_holds_says_so_and_draws_its_own_numbers(epochs: int, tmp_path: Path):
-    drawn: dict[int, list[float]] = {}
-    for rank in range(RANKS):
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-        if rank == 0:
-            make(alone_in_two(), shared_loader(0, 16), Checkpointer(tmp_path), max_epochs=1).train()
-        run = make(alone_in_two(), shared_loader(rank, 16), max_epochs=epochs)
-        drawn[rank] = []
-        ends = Events.ITERATION_COMPLETED | Events.COMPLETED
-        run.add_event_handler(ends, lambda rank=rank: drawn[rank].append(torch.rand(()).item()))
-        with structlog.testing.capture_logs() as logs:
-            run.train(resume=tmp_path)
-        torch.distributed.destroy_process_group()
-        said = [line for line in logs if "random generators of rank 0 alone" in line["event"]]
-        assert [(line["log_level"], line["rank"]) for line in said] == ([("warning", rank)] if rank else [])
-    assert len(drawn[0]) == len(drawn[1]) == 1 + 2 * (epochs - 1)
-    assert not set(drawn[0]) & set(drawn[1])
-
-
-# -------------------------------------------------------------------------------------------------- two processes
-
-
-def in_two_processes(body: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    children = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
-                body(rank)
-                torch.distributed.destroy_process_group()
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("rows", [15, 16, 17, 19, 24, 34])
-def test_two_ranks_learn_what_one_process_learns_from_the_whole_batches(rows: int, accumulate: int, tmp_path: Path):
+@pytest.mark.parametrize("wrapped", ["plain", "a sampler by rank", "wrapped by the user"])
+def test_two_ranks_learn_what_one_process_learns_from_the_whole_batches(wrapped: str, accumulate: int):
+    """Every sample counts once, for any number of them, also in validation."""
+
+    def train(rows: int, rank: int | None) -> Any:
+        model, val = linear().double(), DataLoader(double(rows + 3), 4)
+        if wrapped == "a sampler by rank" and rank is not None:
+            sampler = DistributedSampler(double(rows), RANKS, rank)
+            loader = DataLoader(double(rows), 4, sampler=sampler)
+        else:
+            loader = DataLoader(double(rows), 8, shuffle=True)
+        given = DistributedDataParallel(model) if wrapped == "wrapped by the user" and rank is not None else model
+        made = make(given, loader, val_loader=val, accumulate=accumulate, clip_grad_norm=1.0)
+        history = made.train()
+        del history["learning_rate"]
+        counted = made.state.iteration, made.state.update, made.state.samples, made.data.passes
+        return counted, history, [each.tolist() for each in model.parameters()], made.state.metrics
+
+    def body(rank: int) -> Any:
+        return [train(rows, rank) for rows in ROWS]
+
+    first, second = in_processes(body, own_group=wrapped == "wrapped by the user")
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value, "the ranks have diverged"
+    for rows, (counted, history, weights, metrics) in zip(ROWS, first.value, strict=True):
+        expected = train(rows, None)
+        assert counted == expected[0], rows
+        assert history.keys() == expected[1].keys()
+        for name, values in history.items():
+            # the mean loss is one of float32 numbers
+            precision = 1e-6 if name == "train/loss" else 1e-12
+            assert values == pytest.approx(expected[1][name], rel=precision), (rows, name)
+        for mine, theirs in zip(weights, expected[2], strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+        assert metrics == pytest.approx(expected[3], rel=1e-12)
+
+
+def test_losses_that_count_tokens_are_weighed_by_them():
+    """Ranks with other numbers of labels in their shares, one of them none at all."""
+
+    def train(_: int | None) -> Any:
+        torch.manual_seed(0)
+        inputs, labels = torch.randn(24, 4, dtype=torch.float64), torch.randint(0, 3, (24,))
+        labels[torch.arange(24) % 5 < 2] = -100
+        labels[[1, 3]] = -100  # the whole share of rank 1 in a batch of 4 in order
+        model = nn.Linear(4, 3).double()
+        loader = DataLoader(TensorDataset(inputs, labels), 4)
+        strategy = SupervisedStrategy("cross_entropy", {"ignore_index": -100})
+        config = TrainingConfig(max_epochs=2, optimizer="sgd", learning_rate=0.1, seed=3, log_every_n_steps=1)
+        logged: list[float] = []
+        made = Trainer(model, loader, strategy=strategy, config=config)
+        made.on(Events.METRICS_LOGGED)(lambda engine, event: logged.append(event.payload.metrics["train/loss"]))
+        made.train()
+        return logged, [each.tolist() for each in model.parameters()]
+
+    first, second = in_processes(train)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    logged, weights = train(None)
+    assert first.value[0] == pytest.approx(logged, rel=1e-6), "a mean of float32 numbers"
+    assert all(math.isfinite(loss) for loss in logged)
+    for mine, theirs in zip(first.value[1], weights, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_that_a_handler_unfreezes_are_averaged_from_then_on():
+    def body(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        made = make(model, DataLoader(double(16), 4))
+        model[0].requires_grad_(False)
+        made.on(Events.ITERATION_COMPLETED(once=3))(lambda: model[0].requires_grad_(True) and None)
+        made.train()
+        return [each.tolist() for each in model.parameters()]
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    for mine, theirs in zip(first.value, in_one_process(body), strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (
+            lambda: DataLoader(double(12), 3),
+            r"DataLoader\(batch_size=3\): is the global batch, which world_size=2 .* mult",
+        ),
+        (lambda: DataLoader(double(12), batch_size=None), "the dataset makes the batches itself, so world_size=2"),
+    ],
+    ids=["odd", "without batches"],
+)
+def test_a_batch_that_cannot_be_shared_out_is_refused(loader: Any, said: str):
+    def body(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            make(linear().double(), loader())
+        return str(refused.value)
+
+    for ended in in_processes(body):
+        assert ended.error == ""
+        assert re.search(said, ended.value), ended.value
+
+
+# --------------------------------------------------------------------------------------------- stopping, and resuming
+
+
+def dropping(folder: Path, *handlers: Any, **config: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 1)).double()
+    saving = Checkpointer(folder, Every(iterations=2), keep_last=20)
+    recorder = EventRecorder(folder)
+    return make(
+        model, DataLoader(double(17), 4, shuffle=True), saving, recorder, *handlers, **{"max_epochs": 3, **config}
+    )
+
+
+def weights_of(made: Trainer) -> Any:
+    return [each.tolist() for each in made.model.parameters()]
+
+
+@pytest.mark.parametrize("at", [4, 5, 6, 8])
+def test_a_killed_run_of_two_ranks_resumes_bit_for_bit_with_its_random_numbers(at: int, tmp_path: Path):
+    def cut(rank: int) -> None:
+        made = dropping(tmp_path / "run")
+        made.on(Events.ITERATION_COMPLETED(once=at))(lambda: os._exit(0))
+        made.train()
+
+    def resumed(rank: int) -> Any:
+        made = dropping(tmp_path / "run")
+        with structlog.testing.capture_logs() as logs:
+            made.train(resume="latest")
+        return weights_of(made), [line["event"] for line in logs if line["log_level"] == "warning"]
+
+    def whole(rank: int) -> Any:
+        made = dropping(tmp_path / f"whole-{rank}")
+        drawn: list[float] = []
+        made.on(Events.ITERATION_COMPLETED)(lambda: drawn.append(torch.rand(()).item()))
+        made.train()
+        return weights_of(made), drawn
+
+    in_processes(cut)
+    first, second = in_processes(resumed)
+    expected, other = in_processes(whole)
+    assert [each.error for each in (first, second, expected, other)] == [""] * 4
+    assert first.value == second.value == (expected.value[0], [])
+    assert not set(expected.value[1]) & set(other.value[1]), "each rank draws its own numbers"
+    assert not EventLog(tmp_path / "run").verify()
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_run_resumes_on_another_number_of_processes_with_the_same_global_batches(before: int, tmp_path: Path):
+    def plain(folder: Path) -> Trainer:
+        saving = Checkpointer(folder, Every(iterations=2), keep_last=20)
+        return make(linear().double(), DataLoader(double(19), 4, shuffle=True), saving, max_epochs=3)
+
+    def cut(rank: int) -> None:
+        made = plain(tmp_path / "run")
+        made.on(Events.ITERATION_COMPLETED(once=7))(lambda: os._exit(0))
+        made.train()
+
+    def resumed(rank: int) -> Any:
+        made = plain(tmp_path / "run")
+        made.train(resume="latest")
+        return weights_of(made), made.state.samples, made.state.iteration
+
+    in_processes(cut, before) if before > 1 else in_one_process(cut, forked=True)
+    after = in_processes(resumed) if before == 1 else [in_one_process(resumed, forked=True)]
+    assert {each.error for each in after} == {""}
+    whole = plain(tmp_path / "whole")
+    whole.train()
+    for each in after:
+        weights, samples, iterations = each.value
+        assert (samples, iterations) == (whole.state.samples, whole.state.iteration)
+        for mine, theirs in zip(weights, weights_of(whole), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+def test_what_one_rank_asks_for_ends_all_at_the_same_log_point(tmp_path: Path):
+    def body(rank: int) -> Any:
+        found = []
+        for who in (0, 1):
+            made = dropping(tmp_path / f"run-{who}", log_every_n_steps=3)
+            if rank == who:
+                made.on(Events.ITERATION_COMPLETED(once=4))(lambda made=made: made.terminate(reason="enough"))
+            made.train()
+            found.append((made.state.iteration, made.state.stop_reason))
+        return found
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    # the epoch of five iterations ends before the next log point
+    assert first.value == [(5, "enough"), (5, "rank 1: enough")]
+    assert second.value == [(5, "rank 0: enough"), (5, "enough")]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_rank_ends_all_with_its_status_and_a_checkpoint(who: int, tmp_path: Path):
     def body(rank: int) -> None:
-        run = make(DistributedDataParallel(linear()), shared_loader(rank, rows), accumulate=accumulate)
-        passes: list[int] = []
-        run.add_event_handler(Events.EPOCH_COMPLETED, lambda: passes.append(run.data.passes))
+        made = dropping(tmp_path / "run", max_epochs=400)
+        if rank == who:
+            made.on(Events.ITERATION_COMPLETED(once=7))(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with SignalWatch(made) as watch:
+            made.train()
+        assert made.state.iteration < 100
+        sys.exit(watch.status)
+
+    ended = in_processes(body)
+    assert [(each.status, each.error) for each in ended] == [(143, "")] * 2
+    assert EventLog(tmp_path / "run").ended
+    last = max(int(each.name[:9]) for each in (tmp_path / "run" / "checkpoints").iterdir() if each.name[:9].isdigit())
+    assert last >= 7
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_error_of_one_rank_is_what_the_other_one_raises(who: int, tmp_path: Path):
+    def body(rank: int) -> None:
+        made = dropping(tmp_path / "run")
+
+        @made.on(Events.ITERATION_COMPLETED(once=5))
+        def fail() -> None:
+            if rank == who:
+                raise ValueError(f"the disk of rank {rank} has gone")
+
+        made.train()
+
+    ended = in_processes(body, limit=20.0)
+    assert f"ValueError: the disk of rank {who} has gone" in ended[who].error
+    other = ended[1 - who].error
+    assert f"PeerFailed: rank {who} has failed at epoch 1, iteration 5, so this one cannot continue:" in other
+    assert f"ValueError: the disk of rank {who} has gone" in other
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path):
+    def body(rank: int) -> None:
+        made = dropping(tmp_path / "run", max_epochs=1000)
+        if rank == 1:
+            made.on(Events.ITERATION_COMPLETED(once=300))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        made.train()
+
+    ended = in_processes(body, limit=30.0)
+    assert ended[1].status == -signal.SIGKILL
+    assert "PeerFailed: rank 1 has ended without an error, while this one waited for" in ended[0].error
+    assert EventLog(tmp_path / "run").verify() == []
+
+
+def test_ranks_with_other_settings_are_named_before_the_first_batch(tmp_path: Path):
+    def body(rank: int) -> None:
+        dropping(tmp_path / "run", learning_rate=0.1 * (1 + rank)).train()
+
+    for ended in in_processes(body):
+        assert "rank 1 has learning_rate=0.2, rank 0 has 0.1" in ended.error.splitlines()[-1]
+
+
+def test_only_the_main_process_saves_logs_and_draws(tmp_path: Path):
+    def body(rank: int) -> list[str]:
+        folder = tmp_path / str(rank)
+        handlers = [
+            Checkpointer(folder),
+            EventRecorder(folder),
+            CSVLogger(folder),
+            JSONLinesLogger(folder),
+            Plots(folder),
+            ConsoleLogger(every=Every(iterations=1)),
+            EventRecorder(tmp_path / f"own-{rank}", rank=rank),
+        ]
+        run = make(linear(), DataLoader(pairs(16), 4), *handlers)
         run.train()
-        torch.save((passes, run.state.iteration, list(run.model.module.parameters())), tmp_path / str(rank))
+        run.save_checkpoint()
+        return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
-    in_two_processes(body)
-    # the same global batches, in one process
-    orders = []
-    for number in (1, 2):
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(rng.derive(3, number)))
-        orders.append(list(order.split(4 * RANKS)))
-    data, model = pairs(rows), linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    waiting: list[torch.Tensor] = []
-    for batch in [each for order in orders for each in order]:
-        waiting.append(batch)
-        if len(waiting) == accumulate:
-            inputs, targets = data[torch.cat(waiting)]
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            waiting.clear()
-    for rank in range(RANKS):
-        passes, iterations, weights = torch.load(tmp_path / str(rank), weights_only=False)
-        assert passes == [1, 2]
-        assert iterations == 2 * len(orders[0])
-        for mine, expected in zip(weights, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, expected)
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert {"metrics.csv", "metrics.jsonl", "loss.png"} <= set(first.value) or "metrics.csv" in first.value
+    assert second.value == []
+    assert second.stderr == ""
+    assert EventLog(tmp_path / "own-1", rank=1).ended
 
 
-@pytest.mark.slow
-def test_two_ranks_share_one_run_folder_and_one_seed(tmp_path: Path):
-    def body(rank: int) -> None:
+def test_one_run_folder_and_one_seed_for_all(tmp_path: Path):
+    def body(rank: int) -> int:
         handlers = [Checkpointer(tmp_path), EventRecorder(tmp_path), CSVLogger(tmp_path), JSONLinesLogger(tmp_path)]
-        run = make(DistributedDataParallel(linear()), shared_loader(rank, 17), *handlers, seed=None)
+        torch.manual_seed(rank)
+        run = make(linear(), DataLoader(pairs(17), 8, shuffle=True), *handlers, seed=None)
         run.train()
-        torch.save(run.seed, tmp_path / f"seed-{rank}")
+        return run.seed
 
-    in_two_processes(body)
-    assert torch.load(tmp_path / "seed-0") == torch.load(tmp_path / "seed-1")
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
     log = EventLog(tmp_path)
     assert not log.damage
     assert [event.iteration for event in log.read(event="iteration_completed")] == [1, 2, 3, 4, 5, 6]
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6
+
+
+def test_handlers_that_would_act_in_one_process_alone_are_refused():
+    def body(rank: int) -> Any:
+        said = []
+        for handler in (LossSpikeGuard(), NaNGuard("rewind"), LRFinder()):
+            with pytest.raises(ConfigurationError) as refused:
+                make(linear(), DataLoader(pairs(16), 4), Checkpointer("unused"), handler)
+            said.append(str(refused.value))
+        return said
+
+    for ended in in_processes(body):
+        assert ended.error == ""
+        assert [text.split(" cannot be used where several processes train")[0].split()[-1] for text in ended.value] == [
+            "LossSpikeGuard", "NaNGuard", "LRFinder"
+        ]  # fmt: skip
+
+
+def test_limits_and_early_stopping_end_all_ranks_where_one_process_would_end(tmp_path: Path):
+    def body(rank: int) -> Any:
+        ended = []
+        for handler in (StepLimit(7), EarlyStopping("val/loss", patience=1, mode="max")):
+            folder = tmp_path / f"{type(handler).__name__} {os.environ.get('WORLD_SIZE')}"
+            val = DataLoader(double(9), 4)
+            made = dropping(folder, handler, val_loader=val, log_every_n_steps=50, max_epochs=9)
+            made.train()
+            ended.append((made.state.iteration, made.state.stop_reason))
+        return ended
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value == in_one_process(body, forked=True).value
+
+
+def test_a_batch_norm_of_each_process_is_warned_of_once():
+    def body(rank: int) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        with structlog.testing.capture_logs() as logs:
+            made = make(model, DataLoader(pairs(16), 4), val_loader=DataLoader(pairs(9), 4))
+        made.train()
+        return [line["first"] for line in logs if "BatchNorm" in line["event"]], [made.state.metrics, *made.history]
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert (first.value[0], second.value[0]) == (["1"], [])
+    assert first.value[1] == second.value[1]
+
+
+class Listed(OwnLoader):
+    """A loader of the user's, of which each process has its own."""
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with a length", "without"])
+def test_processes_with_other_numbers_of_batches_are_named(known: bool):
+    def body(rank: int) -> None:
+        class Stream:
+            def __iter__(self) -> Iterator[Any]:
+                return iter([DATA[:4]] * (3 + rank))
+
+        loader = Listed(TensorDataset(*DATA[: 12 + 4 * rank]), 4) if known else Stream()
+        make(linear(), loader, log_every_n_steps=50, max_epochs=3).train()
+
+    first, second = in_processes(body, limit=30.0)
+    said = first.error.splitlines()[-1] + second.error.splitlines()[-1]
+    if known:
+        assert "rank 1 has batches in a pass=4, rank 0 has 3" in said
+    else:
+        assert "PeerFailed" in said
+        assert "they do not have as many batches, or a handler acts in one of them alone" in said
+
+
+def test_a_checkpoint_inside_an_accumulation_has_the_gradients_of_all_ranks(tmp_path: Path):
+    def plain(folder: Path) -> Trainer:
+        saving = Checkpointer(folder, Every(iterations=3), keep_last=20)
+        return make(linear().double(), DataLoader(double(24), 4, shuffle=True), saving, accumulate=2)
+
+    def cut(rank: int) -> None:
+        made = plain(tmp_path / "run")
+        made.on(Events.ITERATION_COMPLETED(once=4))(lambda: os._exit(0))
+        made.train()
+
+    def resumed(rank: int) -> Any:
+        made = plain(tmp_path / "run")
+        made.train(resume="latest")
+        return weights_of(made)
+
+    in_processes(cut)
+    first, second = in_processes(resumed)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    whole = plain(tmp_path / "whole")
+    whole.train()
+    for mine, theirs in zip(first.value, weights_of(whole), strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)

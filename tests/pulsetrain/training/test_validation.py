@@ -17,6 +17,8 @@ from torchmetrics.regression import MeanSquaredError as TorchMeanSquaredError
 
 from pulsetrain.engine import Accumulate, EventBus, EventEnum, Events, Every, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends.model_store import InPlaceStore
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.ranks import Ranks
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.model_call import eval_mode
@@ -36,7 +38,7 @@ def evaluation(bus: EventBus | None = None, trainer_name: str = "trainer") -> Ev
     model = regression_model()
     store = InPlaceStore(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
     stepper = Stepper(backend, strategy, store, accumulate=Accumulate(batches=1))
-    return Evaluation(stepper, {}, EventBus() if bus is None else bus, trainer_name)
+    return Evaluation(stepper, {}, EventBus() if bus is None else bus, trainer_name, ControlGroup(Ranks()))
 
 
 class Stream(IterableDataset[Any]):

@@ -1,0 +1,95 @@
+"""Starts the processes of a run on this machine, and starts them again if one is killed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from pulsetrain.cli.reports import FAILED
+from pulsetrain.engine.distributed.failures import Warden
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["Launch", "launch"]
+
+_RESTARTS = 3  # without a new checkpoint in between
+_NAMES = ("nproc", "min_nproc")
+
+
+class Launch(NamedTuple):
+    """How many processes to start.
+
+    >>> Launch.of({"training.seed": "1"}) is None, Launch.of({"launch.nproc": "2"})
+    (True, Launch(nproc=2, min_nproc=2))
+    """
+
+    nproc: int
+    min_nproc: int
+
+    @classmethod
+    def of(cls, settings: Mapping[str, str]) -> Launch | None:
+        """What `--launch.nproc` and `--launch.min_nproc` say; None without them.
+
+        Raises:
+            ConfigurationError: another name, or not a number of processes.
+        """
+        given = {name.removeprefix("launch."): text for name, text in settings.items() if name.startswith("launch.")}
+        if not given:
+            return None
+        for name, text in given.items():
+            if name not in _NAMES:
+                raise ConfigurationError(f"--launch.{name}: no such option; there are {', '.join(_NAMES)}")
+            if not text.isdigit() or not int(text):
+                raise ConfigurationError(f"--launch.{name}={text}: needs a number of processes, at least 1")
+        if "nproc" not in given:
+            raise ConfigurationError("--launch.min_nproc: needs --launch.nproc, the number of processes to start with")
+        found = cls(int(given["nproc"]), int(given.get("min_nproc", given["nproc"])))
+        if found.min_nproc > found.nproc:
+            raise ConfigurationError(f"--launch.min_nproc={found.min_nproc}: is more than --launch.nproc={found.nproc}")
+        return found
+
+
+def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) -> int:
+    """Run `pulsetrain train` with these words in several processes; returns their exit status.
+
+    If a process is killed, or ends since it waited for one that hangs, all are started again from the newest
+    checkpoint: first as many as before; if they fail again before the next checkpoint, one fewer, down to the least
+    number. An error of the run is not tried again.
+
+    Args:
+        how: how many.
+        words: of the command line, without those about launching.
+        progress: gives something that differs once the run has saved another checkpoint.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // how.nproc)))
+    count, failed, before = how.nproc, 0, progress()
+    while True:
+        resumed = [] if not failed or "--resume" in words else ["--resume", "latest"]
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn",
+        )  # fmt: skip
+        try:
+            elastic_launch(config, sys.executable)("-m", "pulsetrain", "train", *words, *resumed)
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode >= 0 and failure.exitcode != Warden.STATUS:
+                return int(failure.exitcode)
+            now = progress()
+            failed, before = (1 if now != before else failed + 1), now
+            count = max(how.min_nproc, count - (failed > 1))
+            why = f"rank {rank} was ended by signal {-failure.exitcode}"
+            if failed > _RESTARTS:
+                print(f"pulsetrain: {why}, again without a new checkpoint; not started again", file=sys.stderr)
+                return FAILED
+            print(f"pulsetrain: {why}; starting {count} again from the newest checkpoint", file=sys.stderr, flush=True)
+        else:
+            return 0

@@ -1,0 +1,152 @@
+"""What the processes of a run agree on: when it ends, and why it cannot continue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+
+from torch import nn
+
+from pulsetrain.config import TrainingConfig
+from pulsetrain.engine import LAST, Engine, Events, Phase
+from pulsetrain.engine.data.loaders import length_of
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.failures import Warden
+from pulsetrain.engine.distributed.joining import check_alike
+from pulsetrain.engine.distributed.pulse import Pulse, StopRequest
+from pulsetrain.engine.environment import describe_environment
+from pulsetrain.engine.errors import PeerFailed
+from pulsetrain.engine.events.payloads import Preempted
+from pulsetrain.engine.logs import get_logger
+
+__all__ = ["Agreement"]
+
+_MAY_DIFFER = ("threads", "platform", "processor")  # of the environments of two ranks
+_COLLECTIVES = ("gloo", "nccl", "timed out")  # in the message of one that failed
+
+
+class Agreement:
+    """Ends the run of all ranks at the same iteration, and gives each the first error of any.
+
+    Args:
+        control: joins the ranks; with one process nothing is agreed on.
+        every: iterations between two log points, at which the ranks agree.
+    """
+
+    def __init__(self, control: ControlGroup, every: int) -> None:
+        self.control = control
+        self.pulse = Pulse(control, every)
+        self._every = every
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several processes."""
+        return self.control.is_shared
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+        if not self.is_shared:
+            return
+        engine.add_event_handler(Events.STARTED, self._begin, phase=Phase.COMPUTE)
+        further = Events.ITERATION_COMPLETED(event_filter=lambda _, iteration: self._is_further(iteration))
+        engine.bus.subscribe(further, self._beat_further, sender=engine, phase=Phase.PERSIST, order=LAST)
+        for event in (Events.VALIDATION_COMPLETED, Events.EPOCH_COMPLETED):
+            engine.bus.subscribe(event, self._beat, sender=engine, phase=Phase.PERSIST, order=LAST)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a run: an error of it reaches all ranks, and one of another rank ends it.
+
+        Raises:
+            PeerFailed: another rank has failed, or does not come to where all meet.
+        """
+        if self.control.board is None:
+            yield
+            return
+        warden = Warden(self.control.board)
+        warden.start()
+        try:
+            yield
+        except BaseException as error:
+            cause = self._cause_of(error)
+            if cause is error:
+                raise
+            raise cause from error
+        finally:
+            warden.stop()
+
+    def check_alike(self, config: TrainingConfig, model: nn.Module, loader: Iterable[object]) -> None:
+        """Refuse ranks that were started differently.
+
+        Raises:
+            ConfigurationError: they were; the message names a rank, what differs, and both values.
+        """
+        if not self.is_shared:
+            return
+        settings = {each.name: getattr(config, each.name) for each in fields(config)}
+        shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if hasattr(each, "shape")}
+        versions = {name: each for name, each in describe_environment("cpu").items() if name not in _MAY_DIFFER}
+        check_alike(
+            self.control,
+            {
+                "batches in a pass": length_of(loader),
+                "the model's tensors": sorted(shapes.items()),
+                **settings,
+                **versions,
+            },
+        )
+        if length_of(loader) is None and self.control.ranks.is_main:
+            get_logger("pulsetrain").warning(
+                "the loader has no length: each process has to get as many batches, or the run ends with an error",
+                loader=type(loader).__name__,
+            )
+
+    def ask(self, reason: str, *, observed: bool, signal: str = "") -> None:
+        """Ask for the run's end, which all ranks reach together; see `Pulse`."""
+        self.pulse.ask(reason, observed=observed, signal=signal)
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sums over the ranks at a log point, where they also agree on whether the run ends."""
+        stop, sums = self.pulse.beat(self._engine.state.iteration, fixed=True, values=values)
+        self._obey(stop)
+        return sums
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """What to raise for an error of the run: that of the rank which failed first, if this is its consequence."""
+        board = self.control.board
+        assert board is not None
+        state = self._engine.state
+        where = f"epoch {state.epoch}, iteration {state.iteration}"
+        if isinstance(error, PeerFailed):
+            board.post(error, where)  # where it is the first to notice
+            return error
+        if isinstance(error, RuntimeError) and any(
+            word in str(error).lower() for word in ("gloo", "nccl", "timed out")
+        ):
+            return self.control.explained(error, "the gradients of a step")
+        board.post(error, where)
+        return error
+
+    def _begin(self) -> None:
+        self.pulse.begin(self._engine.state.iteration)
+
+    def _is_further(self, iteration: int) -> bool:
+        return iteration == self.pulse.next and iteration % self._every != 0
+
+    def _beat_further(self) -> None:
+        stop, _ = self.pulse.beat(self._engine.state.iteration, fixed=False)
+        self._obey(stop)
+
+    def _beat(self) -> None:
+        stop, _ = self.pulse.beat(self._engine.state.iteration, fixed=True)
+        self._obey(stop)
+
+    def _obey(self, stop: StopRequest | None) -> None:
+        if stop is None:
+            return
+        engine, here = self._engine, self.control.ranks.rank
+        if stop.signal and stop.rank != here:
+            engine.fire(Events.PREEMPTED, Preempted(signal=stop.signal, rank=stop.rank), observed=True)
+        whose = "" if stop.rank == here else f"rank {stop.rank}: "
+        Engine.terminate(engine, reason=whose + stop.reason, observed=stop.observed)

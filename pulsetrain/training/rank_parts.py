@@ -1,0 +1,87 @@
+"""Which part of a validation set a rank evaluates, so that each sample counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from ignite.metrics import Metric as IgniteMetric
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from pulsetrain.engine.data.loaders import length_of
+from pulsetrain.engine.distributed.ranks import Ranks
+
+__all__ = ["RankParts"]
+
+
+class RankParts:
+    """Gives each rank every n-th batch of a set.
+
+    A DataLoader that reads a dataset with a length in order is shared out, if each rank gets a batch and every metric
+    is merged over the ranks (ignite's, torchmetrics'). Every rank evaluates the whole of any other set: the means are
+    the same, and a metric of the user's own sees every sample.
+
+    >>> loader = DataLoader(range(7), batch_size=2)
+    >>> [batch.tolist() for batch in RankParts(Ranks(1, 2)).of(loader, [])]
+    [[2, 3], [6]]
+
+    Args:
+        ranks: this one, and how many there are.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._made: dict[int, tuple[object, DataLoader[Any]]] = {}  # by id: kept for workers that persist
+
+    def of(self, loader: Iterable[Any], metrics: Iterable[object]) -> Iterable[Any]:
+        """The rank's part of the set, or the set itself."""
+        if self._ranks.world_size == 1 or not self._can_be_shared_out(loader) or not all(map(_is_merged, metrics)):
+            return loader
+        assert isinstance(loader, DataLoader)
+        before, part = self._made.get(id(loader), (None, None))
+        if before is not loader or part is None:
+            part = DataLoader(
+                loader.dataset,
+                batch_sampler=_EveryNth(loader.batch_sampler, self._ranks),
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=loader.generator,
+                prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+                persistent_workers=loader.persistent_workers,
+            )
+            self._made[id(loader)] = loader, part
+        return part
+
+    def _can_be_shared_out(self, loader: object) -> bool:
+        return (
+            type(loader) is DataLoader
+            and not isinstance(loader.dataset, IterableDataset)
+            and type(loader.batch_sampler) is BatchSampler
+            and type(loader.batch_sampler.sampler) is SequentialSampler
+            and (length_of(loader) or 0) >= self._ranks.world_size
+        )
+
+
+class _EveryNth:
+    """Of a batch sampler's batches, those of a rank."""
+
+    def __init__(self, batches: Any, ranks: Ranks) -> None:
+        self._batches, self._ranks = batches, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._batches), self._ranks.rank, None, self._ranks.world_size)
+
+    def __len__(self) -> int:
+        return len(range(self._ranks.rank, len(self._batches), self._ranks.world_size))
+
+
+def _is_merged(metric: object) -> bool:
+    """Whether the metric's values are those over all ranks."""
+    of_torchmetrics = isinstance(metric, nn.Module) and callable(getattr(metric, "sync", None))
+    return of_torchmetrics or isinstance(metric, IgniteMetric)

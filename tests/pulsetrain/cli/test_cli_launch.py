@@ -1,0 +1,135 @@
+"""`pulsetrain train` in several processes: started by itself or by torchrun, killed, stopped, and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pulsetrain.cli import main
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.recording import EventLog
+from tests.support.programs_examples import EXAMPLES
+
+RUN = [
+    "--run=runs/a",
+    "--handlers=[EventRecorder, CSVLogger, {class_path: Checkpointer, init_args: {every: {iterations: 5}}}]",
+]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--launch.nprocs=2"], "--launch.nprocs: no such option; there are nproc, min_nproc"),
+        (["--launch.nproc=none"], "--launch.nproc=none: needs a number of processes, at least 1"),
+        (["--launch.nproc=0"], "--launch.nproc=0: needs a number of processes, at least 1"),
+        (["--launch.min_nproc=1"], "--launch.min_nproc: needs --launch.nproc, the number of processes to start with"),
+        (["--launch.nproc=1", "--launch.min_nproc=2"], "--launch.min_nproc=2: is more than --launch.nproc=1"),
+    ],
+)
+def test_wrong_numbers_of_processes_are_refused(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", "config.yaml", *words]) == 2
+    assert f"pulsetrain: error: {said}\n" in capsys.readouterr().err
+
+
+def started(*words: str, torchrun: bool = False) -> subprocess.Popen[str]:
+    program = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m"] if torchrun else ["-m"]
+    command = [sys.executable, *program, "pulsetrain", "train", "config.yaml", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=ENVIRONMENT, start_new_session=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def ended(program: subprocess.Popen[str], status: int = 0) -> str:
+    """What it wrote, once it has ended with this status."""
+    try:
+        out, err = program.communicate(timeout=120)
+    finally:
+        try:
+            os.killpg(program.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    assert program.returncode == status, out + err
+    return out + err
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_checkpoint(run: Path) -> None:
+    deadline = time.monotonic() + 60
+    while CheckpointManager(run / "checkpoints").get_latest() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "launch"])
+def test_two_processes_train_one_run(torchrun: bool, folder: Path):
+    words = [word.replace("--run", "--folder") for word in RUN]
+    text = ended(started(*words, *([] if torchrun else ["--launch.nproc=2"]), torchrun=torchrun))
+    assert text.count("run folder: runs/a") == text.count("trained     10 iterations, 10 updates, 2 epochs") == 1
+    assert sorted(each.name for each in (folder / "runs").iterdir()) == ["a"]
+    assert EventLog("runs/a").ended
+    assert EventLog("runs/a").verify() == []
+    assert main(["train", "config.yaml", "--run=runs/b", *RUN[1:]]) == 0
+    rows = [len(Path(f"runs/{name}/metrics.csv").read_text().splitlines()) for name in "ab"]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_started_again(folder: Path):
+    program = started(*RUN, "--launch.nproc=2", "--training.max_epochs=400")
+    wait_for_checkpoint(folder / "runs" / "a")
+    os.kill(children_of(program.pid)[-1], signal.SIGKILL)
+    text = ended(program)
+    assert re.search(r"pulsetrain: rank \d was ended by signal 9; starting 2 again from the newest checkpoint", text)
+    assert "trained     2,000 iterations" in text
+    log = EventLog("runs/a")
+    assert log.verify() == []
+    assert [each.iteration for each in log.read(engine="trainer", event="iteration_completed")] == list(range(1, 2001))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["the launcher", "one rank"])
+def test_a_signal_ends_all_with_a_checkpoint_and_its_status(whom: str, folder: Path):
+    program = started(*RUN, "--launch.nproc=2", "--training.max_epochs=100000")
+    wait_for_checkpoint(folder / "runs" / "a")
+    os.kill(program.pid if whom == "the launcher" else children_of(program.pid)[-1], signal.SIGTERM)
+    ended(program, 128 + signal.SIGTERM)
+    log = EventLog("runs/a")
+    assert log.verify() == []
+    (last,) = list(log.read(engine="trainer", event="completed"))
+    latest = CheckpointManager(folder / "runs" / "a" / "checkpoints").get_latest()
+    assert latest is not None
+    assert load_checkpoint(latest)["counters"]["iteration"] == last.iteration
+
+
+@pytest.mark.slow
+def test_an_error_of_the_run_is_not_tried_again(folder: Path):
+    text = ended(started(*RUN, "--launch.nproc=2", "--model.class_path=model.Late"), 1)
+    assert text.count("it broke in the middle") >= 1
+    assert "starting" not in text
+
+
+@pytest.mark.slow
+def test_the_example_compares_one_process_with_two(tmp_path: Path):
+    command = [sys.executable, EXAMPLES / "distributed" / "compare.py", "--modes", "one,ddp", "--steps", "50"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    apart = dict(re.findall(r"ddp and one, (\S+): at most (\S+) apart", done.stdout))
+    assert list(apart) == ["weights", "train/loss", "val/loss"]
+    assert float(apart["weights"]) < 1e-12
+    assert float(apart["train/loss"]) < 1e-6  # a mean of float32 numbers
+    assert float(apart["val/loss"]) < 1e-12
