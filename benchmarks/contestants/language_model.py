@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
