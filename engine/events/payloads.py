@@ -167,7 +167,7 @@ class Preempted:
     """PREEMPTED: the process was asked to stop."""
 
     signal: str  # "SIGTERM", "SIGUSR1", "SIGINT"
-    rank: int | None = None  # of the process that got it, if that is another one of several that train together
+    rank: int | None = None  # of the process that got it, if several train together and it was not this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class HandlerFailed:
 def payload_fields(payload: Any) -> dict[str, Any]:  # a dataclass, with fields of any type
     """The payload's fields by name, without copies (`dataclasses.asdict` would copy every tensor).
 
-    >>> payload_fields(Preempted(signal="SIGTERM"))
-    {'signal': 'SIGTERM'}
+    >>> payload_fields(MetricsLogged(metrics={"train/loss": 0.5}))
+    {'metrics': {'train/loss': 0.5}}
     """
     return {name: getattr(payload, name) for name in payload.__dataclass_fields__}

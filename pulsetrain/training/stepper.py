@@ -136,7 +136,7 @@ class Stepper:
 
     @property
     def counts(self) -> bool:
-        """Whether the last batch counts; if not, it stands in for one that this rank has no sample of."""
+        """Whether the last batch counts; it does not if this rank had no sample of the global batch."""
         return self._share is None or self._share.weight > 0.0
 
     @property

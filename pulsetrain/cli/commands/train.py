@@ -12,7 +12,7 @@ __all__ = ["add_arguments"]
 HELP = "train a run from a configuration file"
 SYNOPSIS = (
     "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--wait] [--dry-run] "
-    "[--launch.nproc N [--launch.min_nproc M]] "
+    "[--launch.nproc N] "
     "[--SECTION.SETTING VALUE ...]"
 )
 DESCRIPTION = f"""\
