@@ -34,8 +34,8 @@ MODULE = """
         return [batch], [batch]
 """
 CONFIG = """
-    model: parts.model
-    data: parts.data
+    model: parts_on_disk.model
+    data: parts_on_disk.data
     strategy: {class_path: supervised, init_args: {loss: mse}}
     training: {max_iterations: 1, seed: 1, device: cpu, log_every_n_steps: 1}
     handlers:
@@ -53,7 +53,7 @@ faults = pytest.mark.parametrize(("error", "alone"), FAULTS, ids=["full", "full 
 @pytest.fixture(autouse=True)
 def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("parts.py").write_text(textwrap.dedent(MODULE))
+    Path("parts_on_disk.py").write_text(textwrap.dedent(MODULE))
     Path("config.yaml").write_text(textwrap.dedent(CONFIG))
 
 

@@ -11,8 +11,8 @@ __all__ = ["add_arguments"]
 
 HELP = "train a run from a configuration file"
 SYNOPSIS = (
-    "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--wait] [--dry-run] "
-    "[--launch.nproc N] "
+    "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--wait] [--dry-run]\n"
+    "                        [--launch.nproc N] "
     "[--SECTION.SETTING VALUE ...]"
 )
 DESCRIPTION = f"""\
