@@ -55,7 +55,8 @@ TURN = 50  # iterations, and the cadence of validations and checkpoints
 LOG = 10  # iterations between two mean losses
 BATCH, CONTEXT, VALIDATION_BATCHES = 8, 128, 3
 RATE, WARMUP, DECAY, BETAS, CLIP = 3e-3, 100, 0.1, (0.9, 0.95), 1.0
-BOUNDS = {"ours": 0.98, "ours, the demo's handlers": 0.96}
+BOUNDS = {"ours": 0.93, "ours, the demo's handlers": 0.88}
+GOALS = {"ours": 0.98, "ours, the demo's handlers": 0.96}
 Seconds = tuple[float, float]  # wall clock, CPU
 PEERS = {"ours": "hand-written", "ours, the demo's handlers": "hand-written, saving"}
 
@@ -263,7 +264,12 @@ def rows_of(seconds: dict[str, list[Seconds]], memory: dict[str, float], turn: i
             continue
         mine, theirs = ([each[0] for each in of] for of in (taken, seconds[PEERS[name]]))
         label = f"{name} / {PEERS[name]}, throughput"
-        rows.append(Row(name=label, kind="ratio", bound=BOUNDS[name], at_least=True, also=also, **ratios(theirs, mine)))
+        rows.append(
+            Row(
+                name=label, kind="ratio", bound=BOUNDS[name], goal=GOALS[name], at_least=True, also=also,
+                **ratios(theirs, mine),
+            )
+        )  # fmt: skip
     return rows
 
 
