@@ -21,7 +21,9 @@ from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import (
+    Alert,
     Checkpointer,
+    CrashBundle,
     EarlyStopping,
     EventRecorder,
     LossSpikeGuard,
@@ -46,7 +48,7 @@ __all__ = [
     "writes_for_all",
 ]
 
-_OUTPUT = (Checkpointer, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
+_OUTPUT = (Alert, Checkpointer, CrashBundle, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
 
 
 def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
