@@ -164,5 +164,5 @@ def interrupted_safely(trainer: Engine) -> Iterator[None]:
         return
     with SignalWatch(trainer, names=("SIGINT",)) as watch:
         yield
-    if watch.received:
+    if watch.received or watch.status:  # another process of the run may have got it
         raise KeyboardInterrupt

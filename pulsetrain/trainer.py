@@ -135,12 +135,14 @@ class Trainer(Engine):
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
+        self.backend: Backend = backend or TorchBackend()
+        check_shared("Trainer", model, train_loader, wraps=self.wraps_model and isinstance(self.backend, TorchBackend))
         self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
-        self.backend: Backend = backend or TorchBackend()
-        check_shared("Trainer", model, train_loader, wraps=self.wraps_model and isinstance(self.backend, TorchBackend))
+        if isinstance(model, nn.Module):
+            self.agreement.check_alike(config, model, train_loader)
         self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
         self.stepper = Stepper(
@@ -268,7 +270,7 @@ class Trainer(Engine):
     ) -> None:
         self.driver.cancel_rewind()
         if self.agreement.is_shared and not alike:
-            self.agreement.ask(reason, observed=observed)
+            self.agreement.ask(reason, observed=observed, skip_completed=skip_completed)
         else:
             super().terminate(skip_completed, reason=reason, observed=observed)
 

@@ -104,6 +104,11 @@ class KeyedOrder:
         self.begin(1)
 
     @property
+    def ranks(self) -> int:
+        """How many ranks share out this order."""
+        return self._ranks
+
+    @property
     def step(self) -> int:
         """How far one batch moves the position."""
         return 1 if self._own_batches else self._batch_size * self._ranks

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pulsetrain.engine.distributed.failures import FailureBoard
 from pulsetrain.engine.distributed.ranks import Ranks
-from pulsetrain.engine.errors import PeerFailed, PulsetrainError
+from pulsetrain.engine.errors import PeerFailed
 
 __all__ = ["ControlGroup"]
 
@@ -35,7 +35,7 @@ class ControlGroup:
         group: for the collectives, with `timeout`; None where there is one process.
         store: that all ranks share.
         timeout: seconds that a rank may be late.
-        hosts: whether the store ends with this process.
+        host: the rank with which the store ends; None if it outlives all.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class ControlGroup:
         store: Store | None = None,
         timeout: float = 60.0,
         *,
-        hosts: bool = False,
+        host: int | None = None,
     ) -> None:
         self.ranks, self.timeout = ranks, timeout
         self.calls = 0  # collectives so far
         self._group, self._store = group, store
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-        self.board = None if store is None else FailureBoard(store, ranks.rank, others if hosts else ())
+        readers = others if host == ranks.rank else ()
+        self.board = None if store is None else FailureBoard(store, ranks.rank, readers, host)
 
     @property
     def is_shared(self) -> bool:
@@ -100,15 +101,15 @@ class ControlGroup:
         """What the function returns in the main process, in every process.
 
         Raises:
-            PulsetrainError: it was raised there.
+            Exception: it was raised there.
         """
         if self._group is None:
             return decide()
-        decided: tuple[T | None, PulsetrainError | None] = (None, None)
+        decided: tuple[T | None, Exception | None] = (None, None)
         if self.ranks.is_main:
             try:
                 decided = decide(), None
-            except PulsetrainError as error:
+            except Exception as error:
                 decided = None, error
         value, refused = self.broadcast(decided)
         if refused is not None:
@@ -148,8 +149,8 @@ class ControlGroup:
         late = [rank for rank, (calls, _) in at.items() if calls < self.calls]
         if late:
             return PeerFailed(
-                f"{_listed(late)} not come to {what}, number {self.calls} of this rank, within {self.timeout:g} s: it "
-                "has ended, hangs, or runs other code; see its own output and its event log"
+                f"{_listed(late)} not come to {what}, collective no. {self.calls} on this rank, within "
+                f"{self.timeout:g} s: it has ended, hangs, or runs other code; see its own output and its event log"
             )
         return error
 
@@ -158,8 +159,8 @@ class ControlGroup:
         places = {rank: place for rank, (_, place) in self._places().items() if place != what}
         rank, place = next(iter(places.items()), ("another", "another place"))
         return PeerFailed(
-            f"rank {rank} has come to {place} when this one came to {what}: they do not have as many batches, or a "
-            "handler acts in one of them alone"
+            f"rank {rank} has come to {place} when this one came to {what}: they do not have the same number of "
+            "batches, or a handler acts in one of them alone"
         )
 
     def _meet(self, what: str, run: Callable[[], object]) -> None:

@@ -54,18 +54,27 @@ class FailureBoard:
         store: that all ranks share.
         rank: of this process.
         readers: ranks that have to read an error before this process may end, since the store ends with it.
+        host: the rank with which the store ends; None if it outlives all.
     """
 
-    def __init__(self, store: Store, rank: int, readers: Sequence[int] = ()) -> None:
-        self._store, self._rank, self._readers = store, rank, readers
+    def __init__(self, store: Store, rank: int, readers: Sequence[int] = (), host: int | None = None) -> None:
+        self._store, self._rank, self._readers, self._host = store, rank, readers, host
         self._read: Failure | None = None  # the store may have ended since
+        self._run = 0
+
+    def begin_run(self) -> None:
+        """Another run begins, in every process: the errors of the last one do not count."""
+        self._run, self._read = self._run + 1, None
+
+    def _key(self, name: str) -> str:
+        return f"run-{self._run}/{name}"
 
     def post(self, error: BaseException, where: str = "") -> None:
         """Write the error, unless another rank was first; nothing is raised if the store has ended."""
         text = "".join(traceback.format_exception(error))[-_LIMIT:]
         try:
-            self._store.compare_set(_FIRST, "", json.dumps([self._rank, where, text]))
-            self._store.wait([f"{_READ}{rank}" for rank in self._readers], timedelta(seconds=_READING))
+            self._store.compare_set(self._key(_FIRST), "", json.dumps([self._rank, where, text]))
+            self._store.wait([self._key(f"{_READ}{rank}") for rank in self._readers], timedelta(seconds=_READING))
         except RuntimeError:  # it was on a rank that has ended; or a reader has
             return
 
@@ -75,7 +84,7 @@ class FailureBoard:
             self._store.add(f"{_ALIVE}{self._rank}", 1)
 
     def ended(self, ranks: Sequence[int], within: float) -> list[int]:
-        """Which of these ranks have not beaten within so many seconds; none if the store has ended.
+        """Which of these ranks have not beaten within so many seconds; the host if the store has ended.
 
         >>> from torch.distributed import HashStore
         >>> FailureBoard(HashStore(), rank=0).ended([1], within=0.01)
@@ -90,14 +99,15 @@ class FailureBoard:
                 if self._store.add(f"{_ALIVE}{rank}", 0) == count
             ]
         except RuntimeError:
-            return []
+            return [] if self._host in (None, self._rank) else [self._host]
 
     def first(self) -> Failure | None:
         """The first error that was written."""
         try:
-            if self._read is None and self._store.check([_FIRST]):
-                self._read = Failure(*json.loads(self._store.get(_FIRST)))
-                self._store.set(f"{_READ}{self._rank}", "")
+            first = self._key(_FIRST)
+            if self._read is None and self._store.check([first]):
+                self._read = Failure(*json.loads(self._store.get(first)))
+                self._store.set(self._key(f"{_READ}{self._rank}"), "")
         except RuntimeError:  # as above
             pass
         return self._read
@@ -161,7 +171,7 @@ class Warden:
                 return
 
     def _end_process(self, failure: Failure) -> None:
-        sys.stderr.write(f"{failure.as_error()}\nThis process waits for it, and is ended. Its stacks:\n")
+        sys.stderr.write(f"{failure.as_error()}\nThis process was waiting for it and now exits. Its stacks:\n")
         sys.stderr.flush()
         faulthandler.dump_traceback(sys.__stderr__ or 2)
         os._exit(self.STATUS)

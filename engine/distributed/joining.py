@@ -57,8 +57,7 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     if _joined is None or _joined[0] is not group:
         gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         shared = PrefixStore("pulsetrain", _store_beside(found, timeout) if store is None else store)
-        hosts = found.is_main and not _has_launcher()
-        _joined = group, ControlGroup(found, gloo, shared, timeout, hosts=hosts)
+        _joined = group, ControlGroup(found, gloo, shared, timeout, host=None if _has_launcher() else 0)
     return _joined[1]
 
 
@@ -90,6 +89,10 @@ def check_alike(control: ControlGroup, facts: Mapping[str, object]) -> None:
     ]
     if different:
         raise ConfigurationError(f"the processes have to be started alike, and differ: {'; '.join(different[:8])}")
+
+
+def _listed(ranks: list[str]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have"
 
 
 def _short(text: str) -> str:
@@ -127,7 +130,7 @@ def _meet(found: Ranks, timeout: float) -> Store:
             missing.append(str(rank))
     if missing:
         raise PeerFailed(
-            f"of {found.world_size} processes, rank {', '.join(missing)} has not come to {host}:{port} within "
+            f"of {found.world_size} processes, {_listed(missing)} not come to {host}:{port} within "
             f"{timeout:g} s; see its output, and whether it was started"
         )
     return attempt

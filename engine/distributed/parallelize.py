@@ -43,16 +43,18 @@ class DataParallelModule:
 
     def refresh(self) -> bool:
         """Wrap again if other parameters learn than before; returns whether they do."""
-        if not self.is_wrapped or self._learning == [each.requires_grad for each in self._parameters]:
+        if not self.is_wrapped or self._learning == self._learning_now():
             return False
         self._wrap()
         return True
 
+    def _learning_now(self) -> list[int]:
+        return [id(each) for each in self.module.parameters() if each.requires_grad]
+
     def _wrap(self) -> None:
-        self._parameters = list(self.module.parameters())
-        self._learning = [each.requires_grad for each in self._parameters]
+        self._learning = self._learning_now()
         self.called = self.module
-        if any(self._learning):  # else there is nothing to average
+        if self._learning:  # else there is nothing to average
             options: dict[str, Any] = {_SYNC_BUFFERS: False}
             self.called = DistributedDataParallel(self.module, **options)
 

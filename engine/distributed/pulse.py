@@ -18,6 +18,7 @@ class StopRequest(NamedTuple):
     observed: bool = False  # the moment depends on the clock, a signal or the machine
     signal: str = ""  # "SIGTERM", if that is the cause
     rank: int = 0
+    skip_completed: bool = False
 
 
 class Pulse:
@@ -32,7 +33,7 @@ class Pulse:
     >>> pulse = Pulse(ControlGroup(Ranks()), every=50)
     >>> pulse.ask("enough")
     >>> pulse.is_due(49), pulse.is_due(50), pulse.beat(50, fixed=True)
-    (False, True, (StopRequest(reason='enough', observed=False, signal='', rank=0), []))
+    (False, True, (StopRequest(reason='enough', observed=False, signal='', rank=0, skip_completed=False), []))
 
     Args:
         control: joins the ranks.
@@ -49,18 +50,19 @@ class Pulse:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._control, self._every, self._within, self._clock = control, every, within, clock
-        self._asked: StopRequest | None = None
+        self._asked: StopRequest | None
         self.begin(0)
 
     def begin(self, iteration: int) -> None:
-        """A run starts or continues after this iteration: until the first pulse, the fixed points alone count."""
-        self.next = -1  # the further iteration, none yet
+        """A run starts or continues after this iteration; the first pulse comes after the next one."""
+        self.next = iteration + 1  # the further iteration
+        self._asked = None
         self._at, self._since = iteration, self._clock()
 
-    def ask(self, reason: str, *, observed: bool = False, signal: str = "") -> None:
+    def ask(self, reason: str, *, observed: bool = False, signal: str = "", skip_completed: bool = False) -> None:
         """Ask for the run's end; the first request counts, and an observed one before any other."""
         if self._asked is None or (observed and not self._asked.observed):
-            self._asked = StopRequest(reason, observed, signal, self._control.ranks.rank)
+            self._asked = StopRequest(reason, observed, signal, self._control.ranks.rank, skip_completed)
 
     def is_due(self, iteration: int) -> bool:
         """Whether all ranks have a pulse after this iteration."""

@@ -81,6 +81,13 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
         else:
             continue
         raise ConfigurationError(rule, place, model=type(part), world_size=found.world_size)
+    if getattr(loader, "fires_rollouts", False):
+        raise ConfigurationError(
+            "each of {world_size} processes would act in the same environments; start one process",
+            place,
+            train_loader=type(loader),
+            world_size=found.world_size,
+        )
     if gives_all_ranks_the_same(loader, found.world_size):
         _check_divisible(loader, found.world_size)
 
@@ -91,7 +98,8 @@ def _check_divisible(loader: object, world_size: int) -> None:
     if size is None:
         raise ConfigurationError(
             "the dataset makes the batches itself, so {world_size} processes cannot share them out; give the "
-            "DataLoader sampler=torch.utils.data.DistributedSampler(dataset), by which each process gets its own",
+            "DataLoader sampler=torch.utils.data.DistributedSampler(dataset, world_size, rank), by which each process "
+            "gets its own",
             "DataLoader",
             batch_size=None,
             world_size=world_size,
@@ -99,7 +107,7 @@ def _check_divisible(loader: object, world_size: int) -> None:
     if size % world_size:
         raise ConfigurationError(
             "is the global batch, which {world_size} processes share; choose a multiple of their number, or give each "
-            "process its own batches by sampler=torch.utils.data.DistributedSampler(dataset)",
+            "process its own batches by sampler=torch.utils.data.DistributedSampler(dataset, world_size, rank)",
             "DataLoader",
             batch_size=size,
             world_size=world_size,

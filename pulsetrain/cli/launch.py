@@ -41,7 +41,7 @@ class Launch(NamedTuple):
         for name, text in given.items():
             if name not in _NAMES:
                 raise ConfigurationError(f"--launch.{name}: no such option; there are {', '.join(_NAMES)}")
-            if not text.isdigit() or not int(text):
+            if not text.isdecimal() or not int(text):
                 raise ConfigurationError(f"--launch.{name}={text}: needs a number of processes, at least 1")
         if "nproc" not in given:
             raise ConfigurationError("--launch.min_nproc: needs --launch.nproc, the number of processes to start with")
@@ -70,13 +70,17 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // how.nproc)))
     count, failed, before = how.nproc, 0, progress()
     while True:
-        resumed = [] if not failed or "--resume" in words else ["--resume", "latest"]
+        resumed = list(words)
+        if failed and "--resume" in resumed:
+            resumed[resumed.index("--resume") + 1] = "latest"
+        elif failed:
+            resumed += ["--resume", "latest"]
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn",
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)("-m", "pulsetrain", "train", *words, *resumed)
+            elastic_launch(config, sys.executable)("-m", "pulsetrain", "train", *resumed)
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
         except ChildFailedError as error:
@@ -86,7 +90,10 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
             now = progress()
             failed, before = (1 if now != before else failed + 1), now
             count = max(how.min_nproc, count - (failed > 1))
-            why = f"rank {rank} was ended by signal {-failure.exitcode}"
+            how_ended = (
+                "waited for another one in vain" if failure.exitcode > 0 else f"was ended by signal {-failure.exitcode}"
+            )
+            why = f"rank {rank} {how_ended}"
             if failed > _RESTARTS:
                 print(f"pulsetrain: {why}, again without a new checkpoint; not started again", file=sys.stderr)
                 return FAILED

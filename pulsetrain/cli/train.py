@@ -19,7 +19,9 @@ from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine import ConfigurationError, Events, PulsetrainError
+from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.errors import PeerFailed
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 
@@ -36,8 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         words += [name, str(value)] if value is not None else []
     words += [f"--{name}" for name in ("wait", "dry-run", "traceback") if getattr(arguments, name.replace("-", "_"))]
     config = read_config(arguments.config, _without_launch(arguments.settings))
-    runs = Path(arguments.folder or config["run"]).parent  # its name may have a number that is not known yet
-    return launch(how, words, lambda: sorted(str(each) for each in runs.glob("*/checkpoints/*")))
+    folder = Path(arguments.folder or config["run"])
+    pattern = f"{folder.name.replace('{n}', '*')}/checkpoints/*"  # the number is not known yet
+    return launch(how, words, lambda: sorted(str(each) for each in folder.parent.glob(pattern)))
 
 
 def _without_launch(settings: Mapping[str, str]) -> dict[str, str]:
@@ -109,8 +112,9 @@ def _announce(assembly: Assembly, resume: str | None) -> None:
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
     """Report the error. A run without an update leaves no files: the corrected command then finds its folder free."""
+    if isinstance(error, PeerFailed):
+        return report(error, Warden.STATUS)
     if not ranks().is_main:
-        error.add_note(f"in the process of rank {ranks().rank}")
         return report(error) if isinstance(error, PulsetrainError) else report(error, FAILED)
     if early:
         assembly.claim.release()

@@ -284,9 +284,10 @@ class DataCursor:
         None if the loader decides itself which samples a rank gets.
         """
         location = self.locate(iteration)
-        if location is None or self._keyed is None or self._keyed[1].order.samples is None:
+        if location is None or self._keyed is None:
             return None
-        return self._keyed[1].order.share(location[1])
+        order = self._keyed[1].order
+        return order.share(location[1]) if order.ranks == ranks().world_size and order.samples is not None else None
 
     def rows_at(self, location: tuple[int, int]) -> list[Any]:
         """The data set's indices of the batch at that location, of this rank."""

@@ -23,7 +23,7 @@ from pulsetrain.engine.logs import get_logger
 __all__ = ["Agreement"]
 
 _MAY_DIFFER = ("threads", "platform", "processor")  # of the environments of two ranks
-_COLLECTIVES = ("gloo", "nccl", "timed out")  # in the message of one that failed
+_COLLECTIVES = ("gloo", "nccl")  # in the message of one that failed
 
 
 class Agreement:
@@ -64,6 +64,7 @@ class Agreement:
         if self.control.board is None:
             yield
             return
+        self.control.board.begin_run()
         warden = Warden(self.control.board)
         warden.start()
         try:
@@ -98,13 +99,14 @@ class Agreement:
         )
         if length_of(loader) is None and self.control.ranks.is_main:
             get_logger("pulsetrain").warning(
-                "the loader has no length: each process has to get as many batches, or the run ends with an error",
+                "the loader has no length: each process has to get the same number of batches, or the run ends with an "
+                "error",
                 loader=type(loader).__name__,
             )
 
-    def ask(self, reason: str, *, observed: bool, signal: str = "") -> None:
+    def ask(self, reason: str, *, observed: bool, signal: str = "", skip_completed: bool = False) -> None:
         """Ask for the run's end, which all ranks reach together; see `Pulse`."""
-        self.pulse.ask(reason, observed=observed, signal=signal)
+        self.pulse.ask(reason, observed=observed, signal=signal, skip_completed=skip_completed)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums over the ranks at a log point, where they also agree on whether the run ends."""
@@ -121,12 +123,13 @@ class Agreement:
         if isinstance(error, PeerFailed):
             board.post(error, where)  # where it is the first to notice
             return error
-        if isinstance(error, RuntimeError) and any(
-            word in str(error).lower() for word in ("gloo", "nccl", "timed out")
-        ):
-            return self.control.explained(error, "the gradients of a step")
-        board.post(error, where)
-        return error
+        if isinstance(error, KeyboardInterrupt) and state.stop_reason is not None:
+            return error  # raised after the run has ended, in every process
+        cause: BaseException = error
+        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _COLLECTIVES):
+            cause = self.control.explained(error, "the gradients of a step")
+        board.post(cause, where)
+        return cause
 
     def _begin(self) -> None:
         self.pulse.begin(self._engine.state.iteration)
@@ -149,4 +152,4 @@ class Agreement:
         if stop.signal and stop.rank != here:
             engine.fire(Events.PREEMPTED, Preempted(signal=stop.signal, rank=stop.rank), observed=True)
         whose = "" if stop.rank == here else f"rank {stop.rank}: "
-        Engine.terminate(engine, reason=whose + stop.reason, observed=stop.observed)
+        Engine.terminate(engine, stop.skip_completed, reason=whose + stop.reason, observed=stop.observed)

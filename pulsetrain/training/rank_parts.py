@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from ignite.metrics import Metric as IgniteMetric
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from pulsetrain.engine.data.loaders import length_of
@@ -19,12 +21,12 @@ __all__ = ["RankParts"]
 class RankParts:
     """Gives each rank every n-th batch of a set.
 
-    A DataLoader that reads a dataset with a length in order is shared out, if each rank gets a batch and every metric
-    is merged over the ranks (ignite's, torchmetrics'). Every rank evaluates the whole of any other set: the means are
-    the same, and a metric of the user's own sees every sample.
+    A DataLoader that reads a dataset with a length in order is shared out, if each rank gets a batch, every metric is
+    known to be merged over the ranks, and the forward pass needs no other rank. Every rank evaluates the whole of any
+    other set.
 
     >>> loader = DataLoader(range(7), batch_size=2)
-    >>> [batch.tolist() for batch in RankParts(Ranks(1, 2)).of(loader, [])]
+    >>> [batch.tolist() for batch in RankParts(Ranks(1, 2)).of(loader, nn.Identity(), [])]
     [[2, 3], [6]]
 
     Args:
@@ -35,10 +37,13 @@ class RankParts:
         self._ranks = ranks
         self._made: dict[int, tuple[object, DataLoader[Any]]] = {}  # by id: kept for workers that persist
 
-    def of(self, loader: Iterable[Any], metrics: Iterable[object]) -> Iterable[Any]:
+    def of(self, loader: Iterable[Any], model: object, metrics: Iterable[object]) -> Iterable[Any]:
         """The rank's part of the set, or the set itself."""
         if self._ranks.world_size == 1 or not self._can_be_shared_out(loader) or not all(map(_is_merged, metrics)):
             return loader
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        if any(isinstance(module, DistributedDataParallel) for module in modules):
+            return loader  # it sends its buffers in each forward pass
         assert isinstance(loader, DataLoader)
         before, part = self._made.get(id(loader), (None, None))
         if before is not loader or part is None:
@@ -81,7 +86,21 @@ class _EveryNth:
         return len(range(self._ranks.rank, len(self._batches), self._ranks.world_size))
 
 
+@contextmanager
+def unmerged(metrics: Iterable[object]) -> Iterator[None]:
+    """While each rank evaluates the whole set: metrics of torchmetrics do not count the other ranks' samples again."""
+    own = [each for each in metrics if getattr(each, "sync_on_compute", False) is True]
+    for each in own:
+        each.sync_on_compute = False  # type: ignore[attr-defined]  # it has one
+    try:
+        yield
+    finally:
+        for each in own:
+            each.sync_on_compute = True  # type: ignore[attr-defined]
+
+
 def _is_merged(metric: object) -> bool:
-    """Whether the metric's values are those over all ranks."""
-    of_torchmetrics = isinstance(metric, nn.Module) and callable(getattr(metric, "sync", None))
-    return of_torchmetrics or isinstance(metric, IgniteMetric)
+    """Whether the metric is known to give the value over the samples of all ranks."""
+    if isinstance(metric, IgniteMetric):  # one whose sums are added up; others gather rows, of which each has as many
+        return bool(getattr(type(metric).compute, "_decorated", False))
+    return getattr(metric, "sync_on_compute", False) is True  # of torchmetrics

@@ -34,12 +34,16 @@ class RankShare:
 
     def __init__(self, control: ControlGroup, data: DataCursor) -> None:
         self._control, self._data = control, data
+        self._adds_up: bool | None = None  # whether the ranks add their numbers up; agreed at the first batch
 
     def of(self, batch: TrainingBatch, iteration: int) -> Share:
         """This rank's share of the global batch of an iteration; every rank asks at the same time."""
         known, world = self._data.share(iteration), self._control.ranks.world_size
         own = batch.samples if known is None else known[0]
-        if known is not None and batch.weight is None and not batch.tokens:
+        if self._adds_up is None:
+            counts = known is None or batch.weight is not None or batch.tokens > 0
+            self._adds_up = self._control.sum([counts], "the first batch")[0] > 0
+        if known is not None and not self._adds_up:
             return Share(own / known[1], known[1], round(known[1] * world), 0)
         mine = [float(batch.size), batch.samples, batch.tokens] if own else [0.0, 0, 0]
         size, samples, tokens = self._control.sum(mine, f"the batch of iteration {iteration}")

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast
 
-from torch import nn
-
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
@@ -38,7 +36,6 @@ class DrivenRun(SavedEngine, Protocol):
     """What the driver needs of a training run besides its engine."""
 
     train_loader: Iterable[object]
-    model: nn.Module
     config: TrainingConfig
     backend: Backend
 
@@ -98,27 +95,32 @@ class RunDriver:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
+        if wait and self._agreement.is_shared:
+            raise ConfigurationError(
+                "one process cannot wait for a folder while others wait for it", "Trainer.train", wait=wait
+            )
         try:
-            self._agreement.check_alike(self._run.config, self._run.model, self._run.train_loader)
-            take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
-            if resume is not None:
-                self._load(resume)
-            self._rewind = None
-            with self._agreement.watched(), interrupted_safely(self._engine):
-                self._start()
-                while self._rewind is not None:
-                    go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
-                    self._rewind = None
+            with self._agreement.watched():
+                take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
+                if resume is not None:
+                    self._load(resume)
+                self._rewind = None
+                with interrupted_safely(self._engine):
                     self._start()
+                    while self._rewind is not None:
+                        go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
+                        self._rewind = None
+                        self._start()
         finally:
             release_idle(self._engine.bus)
 
     def train_epoch(self, loader: Iterable[object]) -> None:
         """Train to the end of the current epoch, or through the next one."""
-        if self._resumer.is_resuming:  # perhaps inside an epoch
-            self._resume(loader, self._engine.state.epoch + 1)
-        else:
-            self._engine.run(loader, max_epochs=self._engine.state.epoch + 1)
+        with self._agreement.watched():
+            if self._resumer.is_resuming:  # perhaps inside an epoch
+                self._resume(loader, self._engine.state.epoch + 1)
+            else:
+                self._engine.run(loader, max_epochs=self._engine.state.epoch + 1)
 
     def reset(self) -> None:
         """Return to iteration 0: counters, history, handlers, data order; weights, optimizer and fp16 scale stay."""

@@ -102,11 +102,12 @@ class Stepper:
             self._use(engine)
         state = engine.state
         strategy = cast(TrainingStrategy, FirstBatch(self.strategy) if self._checks else self.strategy)
+        if self.ranks is not None:
+            self.ranks.seed_generators(state.iteration)
+            self.store.refresh()
         prepared = self.backend.prepare_batch(batch, strategy)
         if self.ranks is not None:
             self._share = self.ranks.of(prepared, state.iteration)
-            self.ranks.seed_generators(state.iteration)
-            self.store.refresh()
         if self.optimizers is None and len(self.store.optimizer.param_groups) != self._groups:
             self._adopt_groups()
         self.is_stepping = True

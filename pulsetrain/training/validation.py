@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
 from pulsetrain.training.heap import give_back_free_memory
-from pulsetrain.training.rank_parts import RankParts
+from pulsetrain.training.rank_parts import RankParts, unmerged
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
 
@@ -171,9 +171,10 @@ class Evaluation:
         engine.set_name = name
         self.matrices = {}
         self._means = {}  # a run that ends before it has begun must not leave the last set's
-        self._control.broadcast_tensors([each for each in self.store.module.buffers() if each.is_floating_point()])
+        part = self._parts.of(loader, self.store.eval_state.weights, self.metrics.values())
         try:
-            engine.run(self._parts.of(loader, self.metrics.values()))
+            with unmerged(self.metrics.values()) if part is loader and self._control.is_shared else nullcontext():
+                engine.run(part)
         finally:
             engine.set_name = None
         self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
@@ -224,6 +225,8 @@ class Evaluation:
 
     def _clear(self) -> None:
         self._means, self.engine.state.metrics = {}, {}
+        if self._control.is_shared:  # inside of the contexts: of averaged weights, those that are validated
+            self._control.broadcast_tensors(list(self.store.module.buffers()))
 
     def _reset(self) -> None:
         self._running.clear()
@@ -246,7 +249,7 @@ class Evaluation:
     def _merged(self) -> dict[str, float]:
         """The means over what all ranks have evaluated."""
         means = [each for running in self._running.values() for each in running.sums()]
-        sums = self._control.sum(means, "the means of a validation")
+        sums = self._control.sum(means, f"the means of a validation: {', '.join(self._running)}")
         pairs = zip(self._running, sums[::2], sums[1::2], strict=True)
         return {name: total / weight if weight else float("nan") for name, total, weight in pairs}
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import structlog
 import torch
+import torchmetrics
+from ignite.metrics import EpochMetric, MeanAbsoluteError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -35,7 +38,9 @@ from torch.utils.data import (
 from pulsetrain import Loop, SignalWatch, Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same
+from pulsetrain.engine.errors import PeerFailed
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.handlers import (
     Checkpointer,
     ConsoleLogger,
@@ -495,7 +500,7 @@ def test_only_the_main_process_saves_logs_and_draws(tmp_path: Path):
 
     first, second = in_processes(body)
     assert (first.error, second.error) == ("", ""), first.error + second.error
-    assert {"metrics.csv", "metrics.jsonl", "loss.png"} <= set(first.value) or "metrics.csv" in first.value
+    assert {"metrics.csv", "metrics.jsonl", "loss.png", "manifest.json"} <= set(first.value)
     assert second.value == []
     assert second.stderr == ""
     assert EventLog(tmp_path / "own-1", rank=1).ended
@@ -584,7 +589,7 @@ def test_processes_with_other_numbers_of_batches_are_named(known: bool):
         assert "rank 1 has batches in a pass=4, rank 0 has 3" in said
     else:
         assert "PeerFailed" in said
-        assert "they do not have as many batches, or a handler acts in one of them alone" in said
+        assert "they do not have the same number of batches, or a handler acts in one of them alone" in said
 
 
 def test_a_checkpoint_inside_an_accumulation_has_the_gradients_of_all_ranks(tmp_path: Path):
@@ -610,3 +615,172 @@ def test_a_checkpoint_inside_an_accumulation_has_the_gradients_of_all_ranks(tmp_
     whole.train()
     for mine, theirs in zip(first.value, weights_of(whole), strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+def test_a_failure_that_was_caught_does_not_end_the_next_run():
+    def body(rank: int) -> Any:
+        first = make(linear(), DataLoader(pairs(16), 4))
+
+        @first.on(Events.ITERATION_COMPLETED(once=2))
+        def fail() -> None:
+            raise ValueError("planted")
+
+        with pytest.raises((ValueError, PeerFailed)):
+            first.train()
+        second = make(linear(), DataLoader(pairs(16), 4), max_epochs=3)
+        second.on(Events.ITERATION_COMPLETED(once=5))(lambda: time.sleep(2.5))  # longer than the warden's interval
+        second.train()
+        return second.state.iteration
+
+    for ended in in_processes(body):
+        assert (ended.error, ended.value) == ("", 12)
+
+
+@pytest.mark.parametrize("kind", ["sums", "torchmetrics", "gathers", "own"])
+def test_metrics_are_those_of_one_process(kind: str):
+    class Own:
+        def reset(self) -> None:
+            self.rows = 0
+
+        def update(self, y_pred: torch.Tensor, y: torch.Tensor) -> None:
+            self.rows += len(y)
+
+        def compute(self) -> float:
+            return float(self.rows)
+
+    def body(rank: int) -> Any:
+        metrics: dict[str, Any] = {
+            "sums": {"mae": MeanAbsoluteError()},
+            "torchmetrics": {"mse": torchmetrics.MeanSquaredError()},
+            "gathers": {"all": EpochMetric(lambda preds, targets: float((preds - targets).abs().median()))},
+            "own": {"rows": Own(), "mse": torchmetrics.MeanSquaredError()},
+        }[kind]
+        found = []
+        for loader in (
+            DataLoader(pairs(13), 4),
+            DataLoader(pairs(13), 4, shuffle=True),
+            [pairs(13)[:7], pairs(13)[7:]],
+        ):
+            made = Trainer(
+                linear(), DataLoader(pairs(16), 4), loader, strategy=SupervisedStrategy("mse"), metrics=metrics,
+                config=TrainingConfig(max_epochs=1, optimizer="sgd", learning_rate=0.01, seed=1),
+            )  # fmt: skip
+            made.train()
+            found.append(made.state.metrics)
+        return found
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    for mine, theirs in zip(first.value, in_one_process(body), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5), kind
+
+
+def test_data_that_a_user_shares_out_is_weighed_by_its_size():
+    def train(parts: list[Any]) -> Any:
+        model = linear().double()
+        made = make(model, DataLoader(parts[int(os.environ.get("RANK", "0"))], 4), max_epochs=1)
+        made.train()
+        return weights_of(made), made.state.samples
+
+    data = double(7)
+    first, second = in_processes(lambda rank: train([Subset(data, range(each, 7, 2)) for each in (0, 1)]))
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    whole, samples = train_whole(data)
+    assert first.value[1] == samples == 7
+    for mine, theirs in zip(first.value[0], whole, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+def train_whole(data: Any) -> Any:
+    made = make(linear().double(), DataLoader(data, 7), max_epochs=1)
+    made.train()
+    return weights_of(made), made.state.samples
+
+
+def test_parameters_that_a_handler_adds_are_averaged():
+    def body(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1)).double()
+        made = make(model, DataLoader(double(16), 4))
+
+        @made.on(Events.ITERATION_COMPLETED(once=3))
+        def add() -> None:
+            torch.manual_seed(1)
+            model[1] = nn.Linear(4, 4).double()
+            made.optimizer.add_param_group({"params": list(model[1].parameters())})
+
+        made.train()
+        return [each.tolist() for each in model.parameters()]
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+
+
+def test_what_prepare_batch_draws_is_repeated_after_a_kill(tmp_path: Path):
+    class Noisy(SupervisedStrategy):
+        def prepare_batch(self, batch: object) -> Any:
+            prepared = super().prepare_batch(batch)
+            return replace_inputs(prepared, prepared.inputs + torch.randn_like(prepared.inputs))
+
+    def noisy(folder: Path) -> Trainer:
+        config = TrainingConfig(max_epochs=3, optimizer="sgd", learning_rate=0.01, seed=3)
+        saving = Checkpointer(folder, Every(iterations=2), keep_last=20)
+        return Trainer(linear(), DataLoader(pairs(16), 4), strategy=Noisy("mse"), config=config, handlers=[saving])
+
+    def cut(rank: int) -> None:
+        made = noisy(tmp_path / "run")
+        made.on(Events.ITERATION_COMPLETED(once=5))(lambda: os._exit(0))
+        made.train()
+
+    def ended(folder: str, resume: Any) -> Any:
+        def body(rank: int) -> Any:
+            made = noisy(tmp_path / folder)
+            made.train(resume=resume)
+            return weights_of(made)
+
+        return in_processes(body)
+
+    in_processes(cut)
+    resumed, whole = ended("run", "latest"), ended("whole", None)
+    assert [each.error for each in (*resumed, *whole)] == [""] * 4
+    assert resumed[0].value == resumed[1].value == whole[0].value
+
+
+def replace_inputs(batch: TrainingBatch, inputs: Any) -> TrainingBatch:
+    return TrainingBatch(inputs, batch.targets, batch.samples, batch.tokens, batch.weight)
+
+
+def test_a_signal_does_not_wait_for_a_log_point():
+    def body(rank: int) -> Any:
+        made = make(linear(), DataLoader(pairs(16), 4), max_epochs=10_000, log_every_n_steps=100_000)
+        made.on(Events.ITERATION_STARTED)(lambda: time.sleep(0.01))
+        if rank == 1:
+            made.on(Events.ITERATION_COMPLETED(once=2))(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        started = time.monotonic()
+        with SignalWatch(made) as watch:
+            made.train()
+        return made.state.iteration, watch.status, time.monotonic() - started < 15
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    assert first.value[1:] == (143, True)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_ctrl_c_in_one_process_of_a_plain_script_is_one_in_all(who: int):
+    def body(rank: int) -> None:
+        made = make(linear(), DataLoader(pairs(16), 4), max_epochs=1000)
+        if rank == who:
+            made.on(Events.ITERATION_COMPLETED(once=7))(lambda: os.kill(os.getpid(), signal.SIGINT))
+        if rank == 0:
+            made.on(Events.COMPLETED)(lambda: time.sleep(3.0))  # a long last save
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            made.train()
+        time.sleep(2.0)
+
+    assert [(each.status, each.error) for each in in_processes(body)] == [(0, "")] * 2
