@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness.results import HOLDS, MISSED, NOT_MEASURED, Report, Row, number, status
+from benchmarks.harness.results import HOLDS, MISSED, NOT_MEASURED, UNBOUNDED, Report, Row, number, status
 from benchmarks.harness.run import Outcome
 
 __all__ = ["SLACK", "Finding", "check", "summary"]
@@ -57,7 +57,11 @@ def summary(found: Sequence[Finding], *, short: bool) -> tuple[str, int]:
     words = {HOLDS: "hold", MISSED: "missed", NOT_MEASURED: "not measured"}
     counts = [f"{verdicts.count(verdict)} {word}" for verdict, word in words.items() if verdict in verdicts]
     lines = [f"{MISSED}: {each.benchmark}: {each.text}" for each in found if each.verdict == MISSED]
-    lines += [f"{each.goal}: {each.benchmark}: {each.row}" for each in found if each.goal and each.verdict == HOLDS]
+    lines += [
+        f"{each.goal}: {each.benchmark}: {each.row}"
+        for each in found
+        if each.goal and each.verdict in (HOLDS, UNBOUNDED)
+    ]
     lines.append(f"bounds: {', '.join(counts) or 'none compared'}")
     if NOT_MEASURED in verdicts and not short:
         lines.append("Absolute times count only on an idle machine: run this again when nothing else runs.")
@@ -81,7 +85,7 @@ def _findings(outcome: Outcome, short: bool) -> list[Finding]:
             goal=row.missed_goal(idle=found.load.is_idle),
         )
         for row, verdict in found.verdicts(slack)
-        if row.bound is not None and (row.kind == "ratio" or not short)
+        if (row.bound is not None or row.goal is not None) and (row.kind == "ratio" or not short)
     ]
 
 
@@ -90,7 +94,8 @@ def _compared(row: Row, found: Report, slack: float) -> str:
     unit = f" {row.unit}" if row.unit else ""
     by = f" with {slack:g} times slack" if slack != 1 else ""
     load = f"; {found.load}" if row.kind == "absolute" else ""
-    return f"{row.name}: measured {number(row.measured)}{unit}, bound {row.limit}{unit}{by}{load}"
+    bound = f"bound {row.limit}{unit}{by}" if row.bound is not None else "no bound"
+    return f"{row.name}: measured {number(row.measured)}{unit}, {bound}{load}"
 
 
 def _better(first: Sequence[Finding], second: Sequence[Finding]) -> list[Finding]:

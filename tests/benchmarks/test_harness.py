@@ -72,6 +72,9 @@ def test_a_goal_that_is_not_reached_is_shown_and_misses_no_bound():
     assert "goal <= 2" not in table(report(absolute(3.0, goal=2.0), load=BUSY)), "nothing was measured"
     said, code, _ = checked(Results(fake=[report(ratio(0.9, goal=0.5))]))
     assert (code, "goal <= 0.5 missed: fake: ours / theirs" in said) == (0, True)
+    said, code, shown = checked(Results(fake=[report(absolute(3.0, bound=None, goal=2.0))]))
+    assert (code, "goal <= 2 missed: fake: a step" in said) == (0, True)
+    assert "no bound" in shown[0]
 
 
 @pytest.mark.parametrize(
