@@ -206,7 +206,7 @@ def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("language_model", __doc__)
     parser.add_argument("--iterations", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--growth", type=int, default=10_000, help="iterations of the run whose memory is followed")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), metavar="NAME")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark itself")
