@@ -149,7 +149,7 @@ def verify(
         rerun = Rerun(build_trainer, Path(temporary) / "rerun", checkpoint, folder)
         changed = _changed_at_start(log, rerun) if checkpoint is not None else ()
         engine = rerun.trainer.name
-        reached = Source(log).last_iteration(engine)
+        reached = _last_iteration(log, engine)
         if reached <= rerun.start and log.damage:
             return Verification(folder, rerun.start, rerun.start, 0, damage=tuple(map(str, log.damage)))
         if to_iteration is not None and to_iteration > reached:
@@ -207,10 +207,17 @@ def verify(
         return replace(found, divergence=divergence, rows=rows, fingerprints=fingerprints, causes=causes)
 
 
+def _last_iteration(log: EventLog, engine: str) -> int:
+    """The iteration of the engine's last event; events that a resumed run has replaced do not count."""
+    if not log.superseded:
+        return Source(log).last_iteration(engine)
+    return max((event.iteration for event in log.read(engine=engine) if event.ord >= 0), default=0)
+
+
 def _differences(recorded: RunFacts, now: RunFacts) -> list[str]:
     """What differs between run.json and the trainer that ran again; of a resumed run not what a resume may change."""
     if not recorded:
-        return [f"not known: there is no {RUN_FILE}"]
+        return [f"unknown, since {RUN_FILE} is missing"]
     ignored = () if len(recorded.get("starts") or ()) < 2 else MAY_CHANGE
     return [
         each

@@ -150,3 +150,13 @@ def test_a_checkpoint_of_any_attempt_continues_that_attempt(
     found = verify(run, lambda: build(tmp_path / "again"))
     assert found, str(found)
     assert found.end == last
+
+
+def test_iterations_that_no_attempt_has_kept_are_not_asked_for(tmp_path: Path):
+    """Killed late, and ended earlier after the resume: what was computed in between counts no more."""
+    run = tmp_path / "run"
+    killed(build(run), 23, None)
+    stopping(run, 18, observed=True).train(resume="latest")
+    found = verify(run, lambda: build(tmp_path / "again"))
+    assert found, str(found)
+    assert found.end == 18
