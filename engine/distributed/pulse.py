@@ -66,7 +66,11 @@ class Pulse:
 
     def is_due(self, iteration: int) -> bool:
         """Whether all ranks have a pulse after this iteration."""
-        return iteration == self.next or iteration % self._every == 0
+        return self.is_further(iteration) or iteration % self._every == 0
+
+    def is_further(self, iteration: int) -> bool:
+        """Whether it is the further one, and not at a log point, too."""
+        return iteration == self.next and iteration % self._every != 0
 
     def beat(
         self, iteration: int, *, fixed: bool, values: Sequence[float] = ()

@@ -90,8 +90,8 @@ def assemble(
         owned.append(_claim(pattern, run_folder, numbered="{n}" in pattern and resume is None, wait=wait))
         return owned[0].folder
 
-    claim: Claim | SharedClaim = SharedClaim(control.main_decides(claim_folder))
-    claim = owned[0] if owned else claim
+    claimed = control.main_decides(claim_folder)
+    claim: Claim | SharedClaim = owned[0] if owned else SharedClaim(claimed)
     try:
         if training.run_dir == str(run_folder):
             training = replace(training, run_dir=str(claim.folder))
@@ -106,18 +106,23 @@ def assemble(
             )  # fmt: skip
         except PulsetrainError as error:
             raise in_settings(error) from error
-        if not control.ranks.is_main:
-            pass
-        elif resume is None or not has_checkpoint(trainer):  # a run that has saved nothing starts again
-            write_description(claim.folder, _described(config, claim.folder, trainer.seed), trainer, base)
-            if resume is not None:
-                _describe_again_once_loaded(config, claim.folder, trainer, base)
-        else:
-            _report_changes(claim.folder, _described(config, claim.folder, trainer.seed))
+        if control.ranks.is_main:
+            _describe(config, claim.folder, trainer, base, resume)
     except BaseException:
         claim.release()
         raise
     return Assembly(trainer, claim)
+
+
+def _describe(config: Mapping[str, Any], folder: Path, trainer: Trainer, base: Path, resume: str | None) -> None:
+    """Write the run's description into its folder; of a run that continues, report what has changed in it."""
+    described = _described(config, folder, trainer.seed)
+    if resume is not None and has_checkpoint(trainer):
+        _report_changes(folder, described)
+        return
+    write_description(folder, described, trainer, base)
+    if resume is not None:  # a run that has saved nothing starts again
+        _describe_again_once_loaded(config, folder, trainer, base)
 
 
 def _folder_and_settings(

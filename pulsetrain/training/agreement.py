@@ -37,7 +37,6 @@ class Agreement:
     def __init__(self, control: ControlGroup, every: int) -> None:
         self.control = control
         self.pulse = Pulse(control, every)
-        self._every = every
 
     @property
     def is_shared(self) -> bool:
@@ -49,7 +48,7 @@ class Agreement:
         if not self.is_shared:
             return
         engine.add_event_handler(Events.STARTED, self._begin, phase=Phase.COMPUTE)
-        further = Events.ITERATION_COMPLETED(event_filter=lambda _, iteration: self._is_further(iteration))
+        further = Events.ITERATION_COMPLETED(event_filter=lambda _, iteration: self.pulse.is_further(iteration))
         engine.bus.subscribe(further, self._beat_further, sender=engine, phase=Phase.PERSIST, order=LAST)
         for event in (Events.VALIDATION_COMPLETED, Events.EPOCH_COMPLETED):
             engine.bus.subscribe(event, self._beat, sender=engine, phase=Phase.PERSIST, order=LAST)
@@ -133,9 +132,6 @@ class Agreement:
 
     def _begin(self) -> None:
         self.pulse.begin(self._engine.state.iteration)
-
-    def _is_further(self, iteration: int) -> bool:
-        return iteration == self.pulse.next and iteration % self._every != 0
 
     def _beat_further(self) -> None:
         stop, _ = self.pulse.beat(self._engine.state.iteration, fixed=False)
