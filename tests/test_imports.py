@@ -181,3 +181,11 @@ def test_replaying_imports_the_named_handler_and_no_trainer(tmp_path: Path):
     loaded = set(done.stderr.splitlines()[-1].split())
     assert "pulsetrain.handlers.guards.limits" in loaded
     assert not loaded & {"pulsetrain.trainer", "pulsetrain.handlers.monitors.flop_count", "torch.utils.flop_counter"}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_importing_a_name_leaves_the_garbage_collector_as_it_was(enabled):
+    code = f"import gc; ({'gc.enable' if enabled else 'gc.disable'})(); from pulsetrain.engine import Engine; "
+    code += "import pulsetrain\ntry: pulsetrain.Nothing\nexcept AttributeError: print(gc.isenabled())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(enabled)
