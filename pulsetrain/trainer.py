@@ -17,6 +17,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, EventBus, Events
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.core import TrainerCore
+from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.joining import join
@@ -397,7 +398,8 @@ class Trainer(Engine):
 
         Weights and waiting gradients are the live tensors, not copies: write or copy them before training continues.
         """
-        return self.resumer.state.state_dict()
+        with reading_once(self.model):
+            return self.resumer.state.state_dict()
 
     def files_to_sync(self) -> list[Path]:
         """Files that the run's handlers have written and that a checkpoint counts on, such as the event log."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.step.protocols import ModelState, Tree
 
-__all__ = ["ArraysView", "TensorsView", "version_of"]
+__all__ = ["ArraysView", "TensorsView", "reading_once", "version_of"]
 
 
 class TensorsView:
@@ -41,8 +42,8 @@ class ArraysView(nn.Module):
     """Arrays of another library as a module of torch tensors named by their paths, "blocks/0/kernel", dots as "/".
 
     The tensors are copies. They are made when the state is read after it has changed and, once the parameters or
-    buffers have been read, at each change, since their reader may look again. What is written into them takes effect in
-    the next step.
+    buffers have been read, at each change, since their reader may look again; not if they were read in `reading_once`.
+    What is written into them takes effect in the next step.
 
     Args:
         backend: made the weights.
@@ -127,7 +128,7 @@ class ArraysView(nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, and kept up to date from now on."""
-        self._followed = True
+        self._followed = self._followed or bool(self._buffers)
         self.refresh()
         return super().named_buffers(*args, **kwargs)
 
@@ -166,6 +167,20 @@ class ArraysView(nn.Module):
         # writing through `.data` or numpy leaves no trace; putting another tensor there does
         held = [each for each in (*self._parameters.values(), *self._buffers.values()) if each is not None]
         return [*map(version_of, held), *map(Tensor.data_ptr, held)]
+
+
+@contextmanager
+def reading_once(module: nn.Module) -> Iterator[None]:
+    """Within it, reading the tensors of a module does not ask for them to be kept up to date: they are not kept.
+
+    An ArraysView would copy its weights after every step from then on; any other module is left alone.
+    """
+    followed = isinstance(module, ArraysView) and module._followed  # noqa: SLF001
+    try:
+        yield
+    finally:
+        if isinstance(module, ArraysView):
+            module._followed = followed  # noqa: SLF001
 
 
 def version_of(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 
 import numpy as np
@@ -14,7 +14,35 @@ from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.step.protocols import Tree
 
-__all__ = ["Trees", "check_paths"]
+__all__ = ["LaterMetrics", "Trees", "check_paths"]
+
+
+class LaterMetrics(Mapping[str, Tensor]):
+    """The metrics of a step that is still being computed, as torch tensors: reading one waits for the step.
+
+    Args:
+        to_torch: converts one.
+        arrays: the metrics as arrays of the backend.
+
+    >>> metrics = LaterMetrics(torch.from_numpy, {"loss": np.ones(1)})
+    >>> metrics["loss"], metrics["loss"] is metrics["loss"]
+    (tensor([1.], dtype=torch.float64), True)
+    """
+
+    def __init__(self, to_torch: Callable[[Array], Tensor], arrays: Mapping[str, Array]) -> None:
+        self._to_torch, self._arrays = to_torch, arrays
+        self._read: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._read:
+            self._read[name] = self._to_torch(self._arrays[name])
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
 
 
 class Trees:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every, Phase, State, is_training_run
 from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.metrics.reading import number_on_host
 from pulsetrain.engine.training_run import model_of
 from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
@@ -233,8 +234,13 @@ class _KeptBuffers:
 
 
 def _keep_buffers(model: nn.Module | None) -> list[_KeptBuffers]:
+    if model is None:
+        return []
+    with reading_once(model):
+        if not any(map(Tensor.is_floating_point, model.buffers())):
+            return []
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for buffer in model.buffers() if model is not None else ():
+    for buffer in model.buffers():
         if buffer.is_floating_point() and buffer.numel():
             kinds.setdefault((buffer.device, buffer.dtype), []).append(buffer)
     return [_KeptBuffers(buffers) for buffers in kinds.values()]

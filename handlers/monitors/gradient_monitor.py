@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Literal, Self
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_type, check_whole_number
+from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -175,7 +177,9 @@ class GradientMonitor(Handler):
     def _groups(self, model: nn.Module, owned: set[int] | None) -> dict[str, list[nn.Parameter]]:
         """The parameters with a gradient, by the names under which they are published; only those with these ids."""
         groups: dict[str, list[nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
+        with nullcontext() if self.updates else reading_once(model):  # the weights themselves count with updates
+            named = list(model.named_parameters())
+        for name, parameter in named:
             if parameter.grad is not None and parameter.numel() and (owned is None or id(parameter) in owned):
                 # parameters of a functional model have paths such as "block/0/kernel"
                 module = name[: max(name.rfind("."), name.rfind("/"), 0)]

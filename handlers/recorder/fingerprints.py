@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pulsetrain.engine import ConfigurationError, Engine, EventEnum, Events, Every, Phase
 from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -121,9 +122,11 @@ class Fingerprints(Handler):
 def fingerprint_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> StateFingerprint:
     """The digests of the weights, the buffers, the optimizer's state and the process's random number generators."""
     state = optimizer.state_dict()["state"] if optimizer is not None else {}
+    with reading_once(model):
+        weights, buffers = _digest(model.parameters()), _digest(model.buffers())
     return StateFingerprint(
-        weights=_digest(model.parameters()),
-        buffers=_digest(model.buffers()),
+        weights=weights,
+        buffers=buffers,
         optimizer=_digest(_tensors(state)),
         rng=_crc_of(rng.capture()),
     )

@@ -16,6 +16,7 @@ import msgspec
 from torch import nn
 
 from pulsetrain.engine import Engine, is_training_run
+from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.metrics import infer_mode, names_of
 from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
@@ -78,8 +79,9 @@ def _modes_of(engine: Engine) -> dict[str, str]:
 def _weights_of(model: nn.Module) -> dict[str, int]:
     """How many values the parameters and buffers hold, by their type."""
     counts: Counter[str] = Counter()
-    for tensor in (*model.parameters(), *model.buffers()):
-        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    with reading_once(model):
+        for tensor in (*model.parameters(), *model.buffers()):
+            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     return dict(counts)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult, is_training_run
+from pulsetrain.engine.backends.trees import LaterMetrics
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.handlers import LossSpikeGuard, NaNGuard
@@ -120,7 +122,10 @@ class MetricsReporter:
         """
         if not self._stepper.counts:
             return
-        self.losses.add(result.metrics["loss"], size)
+        if isinstance(result.metrics, LaterMetrics):
+            self.losses.add_later(partial(result.metrics.__getitem__, "loss"), size)
+        else:
+            self.losses.add(result.metrics["loss"], size)
         for name, losses in self.named_losses.items():
             if name in result.metrics:
                 losses.add(result.metrics[name], size)

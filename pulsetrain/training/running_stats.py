@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from copy import copy
 from math import isfinite
 from typing import TypeVar
@@ -42,6 +43,7 @@ class Losses:
     def reset(self) -> None:
         """Forget every loss, for both readers."""
         self._losses: list[Tensor | float] = []  # since both were folded last
+        self._later: tuple[Callable[[], Tensor], int | Tensor] | None = None
         self._dtype = torch.float32  # of those on the host
         self._sizes: list[int | Tensor] = []
         self._since = {"log": 0, "epoch": 0}  # which of them are the reader's
@@ -50,6 +52,8 @@ class Losses:
 
     def add(self, loss: Tensor, size: int | Tensor) -> None:
         """Add one loss, shape (), which stays on its device: a mean over `size`, a number or of shape () there."""
+        if self._later is not None:
+            self._settle()
         if loss.is_cpu:
             self._losses.append(number_on_host(loss))
             self._dtype = loss.dtype
@@ -65,12 +69,28 @@ class Losses:
             self._losses.clear()
             self._sizes.clear()
 
+    def add_later(self, read: Callable[[], Tensor], size: int | Tensor) -> None:
+        """Add the loss of a step that is still being computed: it is read with the next one, or when one is needed.
+
+        Meanwhile the host prepares the next step.
+        """
+        self._settle()
+        self._later = read, size
+
+    def _settle(self) -> None:
+        later, self._later = self._later, None
+        if later is not None:
+            read, size = later
+            self.add(read(), size)
+
     def count(self, reader: str) -> int:
         """How many losses the reader, "log" or "epoch", has not consumed."""
+        self._settle()
         return self._folded[reader] + len(self._losses) - self._since[reader]
 
     def peek(self, reader: str) -> Tensor:
         """The reader's mean, shape (), on the device."""
+        self._settle()
         whole = copy(self._means[reader])
         self._fold(reader, whole)
         return whole.mean()
@@ -84,6 +104,7 @@ class Losses:
         >>> losses.are_finite("log")
         False
         """
+        self._settle()
         losses = self._losses[self._since[reader] :]
         if not self._folded[reader] and all(isinstance(loss, float) and isfinite(loss) for loss in losses):
             return True
@@ -97,12 +118,14 @@ class Losses:
 
     def sums(self, reader: str) -> tuple[float, float]:
         """The losses times their sizes, and the sizes, added up for the reader; waits for the device."""
+        self._settle()
         whole = copy(self._means[reader])
         self._fold(reader, whole)
         return whole.sums()
 
     def forget(self, reader: str) -> None:
         """Start this reader's next mean here."""
+        self._settle()
         self._means[reader].reset()
         self._folded[reader], self._since[reader] = 0, len(self._losses)
 
@@ -130,6 +153,7 @@ class Losses:
 
     def state_dict(self) -> StateDict:
         """The means so far, and the losses that are not folded into them yet."""
+        self._settle()
         return {
             "means": {reader: mean.state_dict() for reader, mean in self._means.items()},
             "folded": dict(self._folded),
@@ -140,6 +164,7 @@ class Losses:
 
     def load_state_dict(self, state: StateDict, device: torch.device | str) -> None:
         """Continue saved means, on the device where the next losses will be."""
+        self._later = None
         for reader, saved in state["means"].items():
             self._means[reader].load_state_dict({name: _on(device, value) for name, value in saved.items()})
         self._folded, self._since = dict(state["folded"]), dict(state["since"])

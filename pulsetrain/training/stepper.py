@@ -6,7 +6,7 @@ Nothing here waits for the device, except while the first batches of a run are c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.backends.trees import LaterMetrics
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.engine import Engine
@@ -87,7 +88,7 @@ class Stepper:
         self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time
         self.is_stepping = False  # between the start and the end of a step, when nothing can be saved
         self.learning_rates = rates_of(store.optimizer)  # of the last update
-        self.grad_norm: Tensor | None = None  # of the last update that measured it
+        self._grad_norm: Tensor | Mapping[str, Tensor] | None = None
         self.grad_norms: dict[str, Tensor] = {}  # the same of each of several optimizers
         self.optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
         self._groups = len(store.optimizer.param_groups)  # whose gradients the updates consume
@@ -139,6 +140,12 @@ class Stepper:
     def counts(self) -> bool:
         """Whether the last batch counts; it does not if this rank had no sample of the global batch."""
         return self._share is None or self._share.weight > 0.0
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last update that measured it; reading it may wait for the step."""
+        norm = self._grad_norm
+        return norm["grad_norm"] if isinstance(norm, Mapping) else norm
 
     @property
     def accumulated(self) -> int:
@@ -196,7 +203,7 @@ class Stepper:
         """An update was made, or is about to be made by someone else."""
         self.learning_rates, self._checks = rates, False
         if grad_norm is not None:
-            self.grad_norm = grad_norm
+            self._grad_norm = grad_norm
 
     def _adopt_groups(self) -> None:
         """Groups were added: no update has consumed the gradients of their parameters, and no checkpoint has them."""
@@ -223,7 +230,7 @@ class Stepper:
         self._groups = len(self.store.optimizer.param_groups)
         self.store.optimizer.zero_grad(set_to_none=True)
         self.store.reset()
-        self.grad_norm = None
+        self._grad_norm = None
         self.grad_norms.clear()
 
     def state_dict(self) -> StateDict:
@@ -245,7 +252,7 @@ class Stepper:
         self.accumulation.load_state_dict(state["accumulation"])
         self._groups = len(self.store.optimizer.param_groups)
         self.learning_rates = tuple(state["learning_rates"])
-        self.grad_norm, self.grad_norms = state["grad_norm"], dict(state["grad_norms"])
+        self._grad_norm, self.grad_norms = state["grad_norm"], dict(state["grad_norms"])
         put_in_place()
 
     def _gradients(self, state: StateDict) -> Callable[[], None]:
@@ -261,10 +268,12 @@ class Stepper:
         if result.state is not before or len(result.metrics) > 1:
             assert result.state is not None
             store.commit(result.state)
-            found = self.backend.to_torch(result.metrics)
+            loss, norm = ({name: result.metrics[name]} for name in ("loss", "grad_norm"))
+            if not isinstance(result.metrics["loss"], Tensor):  # who reads it waits for the step
+                loss, norm = (LaterMetrics(self.backend.to_torch, each) for each in (loss, norm))
             if self.clip_grad_norm is not None:
-                self.grad_norm = found["grad_norm"]
-            result = TrainingResult({"loss": found["loss"]})  # keeping the state would keep its memory
+                self._grad_norm = norm
+            result = TrainingResult(loss)  # keeping the state would keep its memory
         self.learning_rates = rates
         self._checks = False
         if self._stepped.live:
@@ -330,7 +339,7 @@ class Stepper:
             if name:
                 self.grad_norms[name] = norm
             else:
-                self.grad_norm = norm
+                self._grad_norm = norm
             ready = GradientsReady(grad_norm=norm, optimizer=name)
             # firing it counts the update
             gradients = store.show_gradients(gradients, lambda: engine.fire(Events.GRADIENTS_READY, ready))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.logs import get_logger
 
 __all__ = ["UntrainedParameters"]
@@ -49,7 +50,8 @@ class UntrainedParameters:
 
     def _find(self) -> list[tuple[str, nn.Parameter]]:
         groups = getattr(self._optimizer, "param_groups", ())
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        parameters = list(self._model.named_parameters())
+        with reading_once(self._model):
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            parameters = list(self._model.named_parameters())
         outside = [(name, parameter) for name, parameter in parameters if id(parameter) not in held]
         return outside if len(outside) < len(parameters) else []

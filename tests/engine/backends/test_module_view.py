@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from pulsetrain.engine import SupervisedStrategy
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Every, JaxBackend, SupervisedStrategy
 from pulsetrain.engine.backends.model_store import ValueStore
-from pulsetrain.engine.backends.module_view import ArraysView
+from pulsetrain.engine.backends.module_view import ArraysView, reading_once
 from pulsetrain.engine.step.protocols import BackendSettings
+from pulsetrain.handlers import Checkpointer, EventRecorder, Fingerprints, GradientMonitor, NaNGuard
 from tests.plugins.numpy_backend import Linear, NumpyBackend, NumpySGD
+from tests.support.models import batches, function_model, torch_model
 
 
 @pytest.fixture
@@ -86,3 +89,45 @@ def test_reading_them_by_a_state_dict_makes_no_copy_at_each_step(store):
     step(store)
     assert not torch.equal(tensor, weight_of(store)), "nobody has asked again"
     assert torch.equal(store.module.state_dict()["weight"], weight_of(store))
+
+
+def test_what_was_read_once_is_not_copied_after_each_step(store, monkeypatch):
+    with reading_once(store.module):
+        first = next(store.module.parameters()).clone()
+    copied = []
+    monkeypatch.setattr(store.backend, "flat", lambda tree: copied.append(tree) or {})
+    step(store)
+    assert copied == []
+    monkeypatch.undo()
+    assert not torch.equal(next(store.module.parameters()), first), "read again, it is the newest"
+
+
+def test_reading_once_leaves_those_who_keep_a_tensor_up_to_date(store):
+    kept = store.module.weight
+    with reading_once(store.module):
+        list(store.module.parameters())
+    step(store)
+    assert torch.equal(kept, weight_of(store))
+
+
+@pytest.mark.parametrize(
+    "make_handlers",
+    [
+        lambda folder: [],
+        lambda folder: [EventRecorder(folder), NaNGuard(), Checkpointer(folder, every=Every(iterations=5))],
+        lambda folder: [GradientMonitor(every=Every(updates=4)), Fingerprints(every=Every(updates=4))],
+    ],
+    ids=["none", "the usual ones", "those that read weights at times"],
+)
+def test_handlers_that_look_at_weights_at_times_do_not_make_a_run_copy_them_after_each_step(
+    make_handlers, tmp_path, monkeypatch
+):
+    pytest.importorskip("jax", reason="pip install 'pulsetrain[jax]'")
+    copies = []
+    refresh = ArraysView.refresh
+    monkeypatch.setattr(ArraysView, "refresh", lambda view: (copies.append(view._stale), refresh(view)))
+    model = function_model(torch_model().state_dict())
+    config = TrainingConfig(max_epochs=1, learning_rate=0.01, device="cpu", log_every_n_steps=10)
+    handlers = make_handlers(tmp_path)
+    Trainer(model, batches(20), backend=JaxBackend("cpu"), config=config, handlers=handlers).train()
+    assert sum(copies) <= 12, "20 iterations, 2 log points and 4 or 5 readings by the handlers"

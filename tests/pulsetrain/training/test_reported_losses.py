@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pulsetrain import Trainer
-from pulsetrain.engine import (
-    Events,
-)
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, JaxBackend
 from pulsetrain.training.running_stats import Losses
-from tests.support.models import loader, trainer
+from tests.support.models import batches, function_model, loader, torch_model, trainer
 
 
 class HostReads(TorchDispatchMode):
@@ -110,3 +108,50 @@ def test_saved_losses_continue_on_the_device_of_the_next_ones():
     resumed.load_state_dict(losses.state_dict(), "meta")
     resumed.add(torch.ones((), device="meta"), torch.ones((), device="meta"))
     assert resumed.consume("log").device.type == "meta"
+
+
+def test_a_loss_that_is_still_computed_is_read_with_the_next_one_or_when_it_is_needed():
+    losses, read = Losses(), []
+
+    def later(value: float) -> Any:
+        return lambda: read.append(value) or torch.tensor(value)
+
+    losses.add_later(later(1.0), 1)
+    assert read == []
+    losses.add_later(later(4.0), 2)
+    assert read == [1.0]
+    assert losses.count("epoch") == 2
+    assert read == [1.0, 4.0]
+    losses.add_later(later(10.0), 1)
+    losses.add(torch.tensor(2.0), 1)
+    assert losses.state_dict()["losses"].tolist() == [1.0, 4.0, 10.0, 2.0], "in the order of the steps"
+    losses.add_later(later(7.0), 1)
+    saved = losses.state_dict()
+    assert saved["losses"].tolist()[-1] == 7.0, "a checkpoint has the newest, too"
+    losses.add_later(later(8.0), 1)
+    losses.load_state_dict(saved, "cpu")
+    assert losses.state_dict()["losses"].tolist() == [1.0, 4.0, 10.0, 2.0, 7.0], "not that of a step before it"
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_in_jax_is_not_waited_for_before_the_next_one_is_started(clip: float | None, monkeypatch: Any):
+    pytest.importorskip("jax", reason="pip install 'pulsetrain[jax]'")
+    happened: list[str] = []
+    step, convert = JaxBackend.train_step, JaxBackend.tensor_of
+    monkeypatch.setattr(
+        JaxBackend, "train_step", lambda *args, **named: happened.append("step") or step(*args, **named)
+    )
+    config = TrainingConfig(max_epochs=1, learning_rate=0.01, device="cpu", log_every_n_steps=10, clip_grad_norm=clip)
+    model = function_model(torch_model().state_dict())
+    run = Trainer(model, batches(10), backend=JaxBackend("cpu"), config=config)
+    run.add_event_handler(Events.STARTED, happened.clear)
+
+    def converted(backend: Any, leaf: Any) -> Any:
+        if getattr(leaf, "ndim", None) == 0 and hasattr(leaf, "block_until_ready"):
+            happened.append("read")
+        return convert(backend, leaf)
+
+    monkeypatch.setattr(JaxBackend, "tensor_of", converted)
+    run.train()
+    assert happened[:5] == ["step", "step", "read", "step", "read"]
+    assert run.history["train/loss"][-1] > 0.0
