@@ -73,6 +73,11 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
                 "sharded models are not supported yet: rank 0 of {world_size} would save its own shard alone; wrap the "
                 "model in torch.nn.parallel.DistributedDataParallel, or start one process"
             )
+        elif not isinstance(part, nn.Module):
+            rule = (
+                "each of {world_size} processes would train a copy of its own, since their gradients are averaged for "
+                "torch modules only; start one process"
+            )
         elif not is_shared(part) and not (wraps and isinstance(model, nn.Module)):
             rule = (
                 "each of {world_size} processes would train a model of its own; wrap the model in "

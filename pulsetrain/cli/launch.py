@@ -12,10 +12,11 @@ from pulsetrain.cli.reports import FAILED
 from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Launch", "launch"]
+__all__ = ["Launch", "launch", "started_with"]
 
 _RESTARTS = 3  # without a new checkpoint in between
 _NAMES = ("nproc", "min_nproc")
+_OPTIONS = "PULSETRAIN_LAUNCH"  # the environment variable in which the processes find how they were started
 
 
 class Launch(NamedTuple):
@@ -67,6 +68,7 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ[_OPTIONS] = f"--launch.nproc={how.nproc} --launch.min_nproc={how.min_nproc}"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // how.nproc)))
     count, failed, before = how.nproc, 0, progress()
     while True:
@@ -100,3 +102,8 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
             print(f"pulsetrain: {why}; starting {count} again from the newest checkpoint", file=sys.stderr, flush=True)
         else:
             return 0
+
+
+def started_with() -> list[str]:
+    """The options of `pulsetrain train` that start as many processes as this one is of; none by another launcher."""
+    return os.environ.get(_OPTIONS, "").split()

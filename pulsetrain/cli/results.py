@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,14 @@ from pathlib import Path
 import structlog
 from tqdm import tqdm
 
+from pulsetrain.cli.launch import started_with
 from pulsetrain.cli.reports import program
 from pulsetrain.configuration.assemble import Assembly
 from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.manifest import is_checkpoint_name
 from pulsetrain.engine.checkpoint.reader import step_of
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.export.event_formats import format_count
 from pulsetrain.handlers import Checkpointer
 
@@ -65,13 +68,19 @@ def _table(rows: list[tuple[str, str]], width: int) -> list[str]:
 
 
 def resume_command(assembly: Assembly, config: Path, settings: Mapping[str, str]) -> str:
-    """The command that resumes a run."""
+    """The command that resumes a run, on as many processes."""
     if not has_checkpoint(assembly.trainer):
         return "resume: not possible, no checkpoint was saved; add a Checkpointer to the handlers"
-    words = [*program(), "train", str(config), "--run", str(assembly.folder), "--resume", "latest"]
+    count, launched = ranks().world_size, started_with()
+    by_torchrun = count > 1 and not launched
+    words = ["train", str(config), "--folder" if by_torchrun else "--run", str(assembly.folder), "--resume", "latest"]
     for name, value in settings.items():
         words += [f"--{name}={value}"]
-    return f"resume: {shlex.join(words)}"
+    if not by_torchrun:
+        return f"resume: {shlex.join([*program(), *words, *(launched if count > 1 else [])])}"
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(count):
+        return f"resume: {shlex.join(['torchrun', '--nproc_per_node', str(count), '-m', 'pulsetrain', *words])}"
+    return f"resume: start the processes as before, each with: {shlex.join(['pulsetrain', *words])}"
 
 
 @contextmanager

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pulsetrain.cli import main
+from pulsetrain.cli import main, results
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.recording import EventLog
 from tests.support.programs_examples import EXAMPLES
@@ -39,6 +41,35 @@ def test_wrong_numbers_of_processes_are_refused(
 ):
     assert main(["train", "config.yaml", *words]) == 2
     assert f"pulsetrain: error: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        ({}, "pulsetrain train c.yaml --run runs/a --resume latest --training.seed=1"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun --nproc_per_node 2 -m pulsetrain train c.yaml --folder runs/a --resume latest --training.seed=1",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            "start the processes as before, each with: "
+            "pulsetrain train c.yaml --folder runs/a --resume latest --training.seed=1",
+        ),
+    ],
+    ids=["one process", "torchrun", "two nodes"],
+)
+def test_the_command_that_resumes_a_run_starts_as_many_processes(
+    environment: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PULSETRAIN_LAUNCH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(results, "has_checkpoint", lambda trainer: True)
+    monkeypatch.setattr(results, "program", lambda: ["pulsetrain"])
+    assembly: Any = SimpleNamespace(trainer=None, folder=Path("runs/a"))
+    assert results.resume_command(assembly, Path("c.yaml"), {"training.seed": "1"}) == f"resume: {command}"
 
 
 def started(*words: str, torchrun: bool = False) -> subprocess.Popen[str]:
@@ -105,7 +136,10 @@ def test_a_signal_ends_all_with_a_checkpoint_and_its_status(whom: str, folder: P
     program = started(*RUN, "--launch.nproc=2", "--training.max_epochs=100000")
     wait_for_checkpoint(folder / "runs" / "a")
     os.kill(program.pid if whom == "the launcher" else children_of(program.pid)[-1], signal.SIGTERM)
-    ended(program, 128 + signal.SIGTERM)
+    text = ended(program, 128 + signal.SIGTERM)
+    (command,) = [line for line in text.splitlines() if line.startswith("resume: ")]
+    assert "train config.yaml --run " in command
+    assert command.endswith("--launch.nproc=2 --launch.min_nproc=2"), "it starts as many processes again"
     log = EventLog("runs/a")
     assert log.verify() == []
     (last,) = list(log.read(engine="trainer", event="completed"))

@@ -106,6 +106,12 @@ class TestSignals:
         model = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"
         (folder / "model.py").write_text(model + (folder / "model.py").read_text())
         before = files()
-        assert train("--run", "a/b") == 128 + signal.SIGTERM
+        default = signal.signal(
+            signal.SIGTERM, lambda *_: None
+        )  # the default one would not be put back in this process
+        try:
+            assert train("--run", "a/b") == 128 + signal.SIGTERM
+        finally:
+            signal.signal(signal.SIGTERM, default)
         assert "stopped before the run started; no files were left" in capsys.readouterr().err
         assert files() == before

@@ -37,7 +37,7 @@ from torch.utils.data import (
 
 from pulsetrain import Loop, SignalWatch, Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
-from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same
+from pulsetrain.engine.distributed.ranks import check_shared, gives_all_ranks_the_same
 from pulsetrain.engine.errors import PeerFailed
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.protocols import TrainingBatch
@@ -158,6 +158,20 @@ def test_what_cannot_be_wrapped_here_has_to_be_wrapped_by_the_user():
         assert ended.error == ""
         assert all("of world_size=2 processes would train a model of its own; wrap" in text for text in ended.value)
         assert len(ended.value) == 3
+
+
+def test_a_model_of_another_library_is_refused_without_the_advice_to_wrap_it():
+    def body(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            check_shared("Trainer", (lambda weights, inputs: inputs, {"kernel": 1.0}))
+        return str(refused.value)
+
+    for ended in in_processes(body):
+        assert ended.error == ""
+        assert ended.value == (
+            "Trainer(model=tuple): each of world_size=2 processes would train a copy of its own, since their gradients "
+            "are averaged for torch modules only; start one process"
+        )
 
 
 class OwnSampler(Sampler[int]):
