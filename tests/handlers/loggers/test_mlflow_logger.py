@@ -226,7 +226,8 @@ def test_an_unresponsive_server_is_reported_once_and_receives_everything_later(s
         "MLflowLogger: cannot reach the service; training continues, and what it logs waits",
         "MLflowLogger: reached the service again",
     ]
-    assert "Read timed out" in logs[0]["error"]
+    reported = logs[0]["error"]  # of the last of several tries, or of a single one; shortened
+    assert "ReadTimeoutError" in reported or "Read timed out" in reported
     assert logs[1]["lost_entries"] == 0
     assert [(each.handler, each.event) for each in failures] == [("pulsetrain.handlers.MLflowLogger", "metrics_logged")]
     client = mlflow.MlflowClient(server.store)
