@@ -128,7 +128,7 @@ class ArraysView(nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, and kept up to date from now on."""
-        self._followed = self._followed or bool(self._buffers)
+        self._followed = True
         self.refresh()
         return super().named_buffers(*args, **kwargs)
 

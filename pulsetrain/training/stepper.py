@@ -268,17 +268,19 @@ class Stepper:
         if result.state is not before or len(result.metrics) > 1:
             assert result.state is not None
             store.commit(result.state)
-            loss, norm = ({name: result.metrics[name]} for name in ("loss", "grad_norm"))
-            if not isinstance(result.metrics["loss"], Tensor):  # who reads it waits for the step
-                loss, norm = (LaterMetrics(self.backend.to_torch, each) for each in (loss, norm))
             if self.clip_grad_norm is not None:
-                self._grad_norm = norm
-            result = TrainingResult(loss)  # keeping the state would keep its memory
+                self._grad_norm = self._readable("grad_norm", result)
+            result = TrainingResult(self._readable("loss", result))  # keeping the state would keep its memory
         self.learning_rates = rates
         self._checks = False
         if self._stepped.live:
             engine.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates))
         return result
+
+    def _readable(self, name: str, result: TrainingResult) -> Mapping[str, Tensor]:
+        """One of the result's metrics in torch; an array of another library is converted, and waited for, when read."""
+        found = {name: result.metrics[name]}
+        return found if isinstance(found[name], Tensor) else LaterMetrics(self.backend.to_torch, found)
 
     def _step_in_parts(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
         """Add the batch's gradients up, and make an update when it is time for one."""

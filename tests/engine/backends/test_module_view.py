@@ -11,7 +11,7 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Every, JaxBackend, SupervisedStrategy
 from pulsetrain.engine.backends.model_store import ValueStore
 from pulsetrain.engine.backends.module_view import ArraysView, reading_once
-from pulsetrain.engine.step.protocols import BackendSettings
+from pulsetrain.engine.step.protocols import BackendSettings, TrainingResult
 from pulsetrain.handlers import Checkpointer, EventRecorder, Fingerprints, GradientMonitor, NaNGuard
 from tests.plugins.numpy_backend import Linear, NumpyBackend, NumpySGD
 from tests.support.models import batches, function_model, torch_model
@@ -131,3 +131,28 @@ def test_handlers_that_look_at_weights_at_times_do_not_make_a_run_copy_them_afte
     handlers = make_handlers(tmp_path)
     Trainer(model, batches(20), backend=JaxBackend("cpu"), config=config, handlers=handlers).train()
     assert sum(copies) <= 12, "20 iterations, 2 log points and 4 or 5 readings by the handlers"
+
+
+class LossAlone(NumpyBackend):
+    """A backend whose result has the loss and nothing else, which is all that it has to have."""
+
+    def train_step(self, *args, **named):
+        result = super().train_step(*args, **named)
+        return TrainingResult({"loss": result.metrics["loss"]}, result.state)
+
+
+def test_a_backend_may_report_the_loss_alone():
+    model = Linear(np.full((2, 4), 0.5, "float32"), np.zeros(2, "float32"))
+    pair = torch.ones(6, 4), torch.zeros(6, 2)
+    config = TrainingConfig(max_epochs=1, device="cpu", log_every_n_steps=2)
+    run = Trainer(
+        model,
+        [pair] * 4,
+        strategy=SupervisedStrategy("mse"),
+        optimizer=NumpySGD(0.1),
+        backend=LossAlone(),
+        config=config,
+    )
+    run.train()
+    assert run.state.update == 4
+    assert run.history["train/loss"][-1] > 0.0
