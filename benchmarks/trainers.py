@@ -49,13 +49,21 @@ MEASURED = 1_000  # iterations
 BATCHES = 100  # in an epoch
 # microseconds that may be added: the bound and the goal
 FULL_SET, COMPUTES_NOTHING = (85.0, 20.0), (14.0, 4.0)
+PROGRESS_LINE = 2.0
 NOISE = 0.02  # of the bare step: what a framework adds can be compared with another one if it is more
 
 # ------------------------------------------------------------------------------------------------ the contestants
 
 
-def ours(*make: Callable[[Path], Any]) -> Contestant:
-    """Our Trainer with these handlers."""
+class Terminal(io.StringIO):
+    """A stream on which a progress bar is drawn."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def ours(*make: Callable[[Path], Any], progress: bool = False) -> Contestant:
+    """Our Trainer with these handlers, and with its default progress line where the stream is a terminal."""
 
     def train(model: Timed, batches: list[Batch], folder: Path) -> None:
         Trainer(
@@ -63,7 +71,7 @@ def ours(*make: Callable[[Path], Any]) -> Contestant:
             batches,
             strategy=SupervisedStrategy(model.strategy_loss),
             optimizer=model.optimizer(),
-            config=TrainingConfig(max_iterations=model.last, device="cpu", seed=0),
+            config=TrainingConfig(max_iterations=model.last, device="cpu", seed=0, progress=progress),
             handlers=[each(folder) for each in make],
         ).train()
 
@@ -81,7 +89,11 @@ def validated(*make: Callable[[Path], Any]) -> Contestant:
             strategy=SupervisedStrategy(model.strategy_loss),
             optimizer=model.optimizer(),
             config=TrainingConfig(
-                max_iterations=model.last, device="cpu", seed=0, validate_every=Every(iterations=model.last)
+                max_iterations=model.last,
+                device="cpu",
+                seed=0,
+                progress=False,
+                validate_every=Every(iterations=model.last),
             ),
             handlers=[each(folder) for each in make],
         ).train()
@@ -124,7 +136,7 @@ ALONE: dict[str, Contestant] = {
     "LossSpikeGuard": ours(checkpointer, lambda folder: shipped.LossSpikeGuard()),
     "MemoryMonitor": ours(lambda folder: shipped.MemoryMonitor()),
     "NaNGuard": ours(lambda folder: shipped.NaNGuard()),
-    "ProgressBar": ours(lambda folder: shipped.ProgressBar(stream=io.StringIO())),
+    "ProgressBar": ours(lambda folder: shipped.ProgressBar(stream=Terminal())),
     "ReduceLROnPlateau": validated(lambda folder: shipped.ReduceLROnPlateau("val/loss")),
     "SWA": ours(lambda folder: shipped.SWA(after_epoch=1)),
     "StepLimit": ours(lambda folder: shipped.StepLimit(iterations=10**6)),
@@ -137,10 +149,12 @@ NOT_ALONE = (
     "TrackioLogger", "WandbLogger",
 )  # fmt: skip
 BARE = "bare loop"
+PROGRESS = "ours, its default progress line"
 BARE_NOTHING, OURS_NOTHING = "bare loop, nothing computed", "ours, nothing computed"
 CONTESTANTS: dict[str, Contestant] = {
     BARE: bare,
     "ours": ours(),
+    PROGRESS: ours(progress=True),
     "ours, the full set": validated(
         schedule,
         console,
@@ -171,7 +185,7 @@ COMPARED = [("ours", "ignite", 1.0, None), ("ours, the full set", "Fabric", 1.9,
 def quiet() -> Iterator[None]:
     """Without what the frameworks print, log and warn of."""
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(Terminal()):
         warnings.simplefilter("ignore")
         yield
 
@@ -225,6 +239,18 @@ def summary(found: dict[str, list[float]]) -> list[Row]:
                 bound=BOUNDS.get(name, NO_BOUNDS)[0],
                 goal=BOUNDS.get(name, NO_BOUNDS)[1],
                 also={"step, us": statistics.median(steps), "/ bare": ratios(steps, bases)["measured"]},
+            )
+        )
+    if {PROGRESS, "ours"} <= medians.keys():
+        differences = [shown - silent for shown, silent in zip(found[PROGRESS], found["ours"], strict=True)]
+        rows.append(
+            Row(
+                name="the default progress line",
+                kind="absolute",
+                measured=statistics.median(differences),
+                least=min(differences),
+                most=max(differences),
+                bound=PROGRESS_LINE,
             )
         )
     for mine, peer, bound, goal in COMPARED:

@@ -22,7 +22,7 @@ NEVER = 1 << 62  # a counter value that no run reaches
 Filter: TypeAlias = Callable[..., bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EventFilter:
     """Which values of an event's counter are due: `every`, `before` and `after` combine, `once` excludes the others.
 

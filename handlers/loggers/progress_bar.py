@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Self, TextIO
 
 from tqdm import tqdm
 
-from pulsetrain.engine import ConfigurationError, Engine, Event, Events, OnError
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, OnError, State
+from pulsetrain.engine.events.filters import EventFilter
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
@@ -17,10 +19,38 @@ from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 __all__ = ["ProgressBar"]
 
 _SHOWN = ("loss", "return", "reward")  # metrics of validations and rollouts whose names end so
+_REFRESH = 0.1  # seconds between two drawings of the bar
+_APART = 64  # iterations between two looks at the clock, at most: the next ones may be slow
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     monitor_interval = 0  # no thread that wakes sleeping bars: this one checks the time at each update
+
+
+class _Looks(EventFilter):
+    """The iterations after which the clock is read; those in between cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.restart(0, 0.0)
+
+    def __call__(self, engine: object, value: int) -> bool:
+        return value >= self.at
+
+    def next_due(self, value: int) -> int:
+        return max(value + 1, self.at)
+
+    def restart(self, iteration: int, now: float) -> None:
+        """Look again after the next iteration."""
+        self.at, self.step = iteration + 1, 1
+        self.last = now
+
+    def plan(self, iteration: int, now: float) -> None:
+        """Choose the next look: after about a tenth of the time between two drawings, as the last iterations took."""
+        taken, self.last = now - self.last, now
+        fitting = self.step * _REFRESH / 10 / taken if taken > 0 else inf
+        self.step = max(1, int(min(2 * self.step, fitting, _APART)))
+        self.at = iteration + self.step
 
 
 class ProgressBar(Handler):
@@ -32,7 +62,7 @@ class ProgressBar(Handler):
     Args:
         stream: by default stderr, as it is when the run starts.
         interval: seconds between two plain lines.
-        clock: seconds, for the interval; the bar itself reads the system's clock.
+        clock: seconds, for the interval and for how often the bar is drawn: ten times a second at most.
         on_error: "raise" ends the run when the stream cannot be written, "warn" continues.
 
     Raises:
@@ -60,7 +90,9 @@ class ProgressBar(Handler):
         self._clock = clock
         self._on_error = on_error
         self._bar: _Bar | None = None
-        self._next_line: float | None = None  # when the next plain line is due; None if none are written
+        self._state: State | None = None  # of the run that is shown
+        self._due = inf  # when the bar is drawn, or the next plain line is written
+        self._looks = _Looks()
         self._figures: dict[str, str] = {}
 
     def attach(self, engine: Engine) -> Self:
@@ -68,7 +100,8 @@ class ProgressBar(Handler):
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             subscribe(Events.STARTED, self._on_started, on_error=self._on_error)
             subscribe(Events.EPOCH_STARTED, self._on_epoch, on_error=self._on_error)
-            subscribe(Events.ITERATION_COMPLETED, self._on_iteration, on_error=self._on_error)
+            looks = Events.ITERATION_COMPLETED(event_filter=self._looks)
+            subscribe(looks, self._on_iteration, on_error=self._on_error)
             subscribe(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
             for event in METRIC_EVENTS:
                 subscribe(event, self._on_round, on_error=self._on_error)
@@ -83,6 +116,7 @@ class ProgressBar(Handler):
     def _on_started(self, engine: Engine) -> None:
         self._close()
         self._figures = {}
+        self._state = engine.state
         self._stream = self._given_stream if self._given_stream is not None else sys.stderr
         if self._stream.isatty():
             self._bar = _Bar(
@@ -90,13 +124,15 @@ class ProgressBar(Handler):
                 initial=engine.state.iteration,
                 file=self._stream,
                 dynamic_ncols=True,
-                miniters=1,
-                mininterval=0.1,
+                miniters=0,
+                mininterval=0,  # it is drawn whenever it is updated
                 unit="it",
                 smoothing=0.05,
             )
+            self._due = self._clock()
         else:
-            self._next_line = self._clock() + self.interval
+            self._due = self._clock() + self.interval
+        self._looks.restart(engine.state.iteration, self._clock())
 
     def _on_epoch(self, engine: Engine) -> None:
         if self._bar is not None:
@@ -104,10 +140,15 @@ class ProgressBar(Handler):
             self._bar.set_description_str(_epoch(engine), refresh=False)
 
     def _on_iteration(self, engine: Engine) -> None:
+        now = self._clock()
+        self._looks.plan(engine.state.iteration, now)
+        if now < self._due:
+            return
         if self._bar is not None:
+            self._due = now + _REFRESH
             self._bar.update(engine.state.iteration - self._bar.n)
-        elif self._next_line is not None and self._clock() >= self._next_line:
-            self._next_line = self._clock() + self.interval
+        else:
+            self._due = now + self.interval
             self._write_line(engine)
 
     def _on_metrics(self, engine: Engine, event: Event) -> None:
@@ -120,6 +161,7 @@ class ProgressBar(Handler):
             if name in metrics:
                 self._figures[label] = format(metrics[name], form)
         self._show_figures()
+        self._on_iteration(engine)  # where iterations have become slower than planned
 
     def _on_round(self, engine: Engine, event: Event) -> None:
         for name, value in event.payload.metrics.items():
@@ -132,7 +174,7 @@ class ProgressBar(Handler):
             return  # COMPLETED follows, perhaps after a last validation
         if self._bar is not None:
             self._bar.total = self._bar.total or engine.state.iteration
-        if self._next_line is not None:
+        elif self._state is not None:
             self._write_line(engine)
         self._close()
 
@@ -148,10 +190,11 @@ class ProgressBar(Handler):
         self._stream.flush()
 
     def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.refresh()
+        if self._bar is not None and self._state is not None:
+            self._bar.update(self._state.iteration - self._bar.n)
             self._bar.close()
-        self._bar = self._next_line = None
+        self._bar = self._state = None
+        self._due = inf
 
 
 def _epoch(engine: Engine) -> str:

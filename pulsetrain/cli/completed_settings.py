@@ -72,6 +72,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "training.skip_batches": None,
     "training.validate_every": None,
     "training.log_every_n_steps": None,
+    "training.progress": ("false", "true"),
     "training.run_dir": None,
     "training.save_every_n_epochs": None,
     "training.early_stopping_patience": None,

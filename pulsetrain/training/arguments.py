@@ -23,6 +23,7 @@ from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import (
     Alert,
     Checkpointer,
+    ConsoleLogger,
     CrashBundle,
     EarlyStopping,
     EventRecorder,
@@ -191,6 +192,8 @@ def configured_handlers(
     if config.save_every_n_epochs is not None and config.run_dir is not None:
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
+    if config.progress and not any(isinstance(each, (ProgressBar, ConsoleLogger)) for each in given):
+        added.append(ProgressBar(on_error="warn"))
     return added
 
 

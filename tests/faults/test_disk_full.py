@@ -279,6 +279,6 @@ def test_an_error_of_a_receiver_of_the_announcement_is_not_taken_for_a_full_disk
 
     with pytest.raises(OSError, match="their own"):
         run.train()
-    (handler,) = run.handlers
+    handler = run.handlers[0]
     assert handler.saved_at == 1
     assert len(handler.manager.valid()) == 1

@@ -140,7 +140,7 @@ def test_the_last_events_are_a_log_with_the_losses(recorded, tmp_path):
     run.train_loader.dataset.tensors[0][BAD_ROW] = 0.0
     run.add_event_handler(Events.EPOCH_STARTED(once=9), lambda: run.train_loader.dataset.tensors[0].fill_(float("nan")))
     crashed(run.train, FloatingPointError)
-    folder = run.handlers[-1].bundles[0]
+    folder = run.handlers[len(recorder)].bundles[0]
     log = EventLog(folder)
     events = list(log.read())
     assert len(events) == 12
@@ -362,5 +362,5 @@ def test_the_run_and_its_configuration_are_in_it(tmp_path):
     bundle = read_bundle(run.handlers[0].bundles[0])
     assert (bundle.folder / "config.yaml").read_text() == "run: here\n"
     assert bundle.run["environment"]["torch"] == torch.__version__
-    assert bundle.run["handlers"] == ["CrashBundle"]
+    assert bundle.run["handlers"] == ["CrashBundle", "ProgressBar"]
     assert json.loads((bundle.folder / "bundle.json").read_text())["trained"] == run.state.iteration

@@ -142,7 +142,7 @@ def test_a_batch_no_longer_held_is_missing_and_the_reason_is_given(loader, rows,
 
 
 def test_a_crash_bundle_alone_asks_for_no_metrics_media_or_gradients(tmp_path):
-    run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path))
+    run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path), progress=False)
     assert not run.hears(Events.METRICS_LOGGED)
     assert not run.hears(Events.MEDIA_LOGGED)
     assert not run.hears(Events.GRADIENTS_READY)

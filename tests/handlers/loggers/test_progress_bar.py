@@ -176,3 +176,22 @@ def test_a_second_run_begins_with_new_figures():
 def test_an_interval_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match=r"ProgressBar\(interval=0\): needs a positive number"):
         ProgressBar(interval=0)
+
+
+def test_the_clock_is_read_rarely_in_fast_iterations_and_the_line_keeps_up_with_slow_ones(clock):
+    stream, engine, looks = io.StringIO(), make_engine(), []
+
+    @engine.on(Events.ITERATION_STARTED)
+    def pass_time(engine):
+        clock.now += 1e-5 if engine.state.iteration <= 10_000 else 20.0
+
+    def look():
+        looks.append(engine.state.iteration)
+        return clock()
+
+    ProgressBar(stream=stream, interval=10.0, clock=look).attach(engine)
+    engine.run([0] * 10_100, max_epochs=1)
+    assert len([each for each in looks if each <= 10_000]) < 10_000 / 64 + 12
+    shown = [int(line.split("/")[1].split()[-1]) for line in stream.getvalue().splitlines()[:-1]]
+    assert shown[0] <= 10_000 + 64
+    assert shown == list(range(shown[0], 10_101))

@@ -37,7 +37,9 @@ class TestResults:
         assert train() == 0
         output = capsys.readouterr()
         inferred = "[info] smaller values are better handler=Checkpointer metric=val/loss"
-        assert output.err.splitlines() == [inferred, "run folder: runs/tiny-1"]
+        progress = next(line for line in output.err.splitlines() if "100%" in line)
+        assert progress.startswith("epoch 2/2, iteration 10/10 (100%), val/loss 0.")
+        assert output.err.splitlines() == [inferred, "run folder: runs/tiny-1", progress]
         rows = [line.split(maxsplit=1) for line in output.out.splitlines() if line]
         assert rows[0] == ["stopped", "at its end"]
         assert rows[1][1].startswith("10 iterations, 10 updates, 2 epochs, ")
@@ -238,10 +240,11 @@ class TestBadInput:
         handlers = "[{class_path: EarlyStopping, init_args: {metric: val/accuracy}}, CSVLogger]"
         assert train("--handlers", handlers) == 2
         output = capsys.readouterr().err.splitlines()[1:]
-        assert output[1] == (
+        assert output[1] == "epoch 1/2, iteration 5/10 (50%)"
+        assert output[2] == (
             "pulsetrain: error: EarlyStopping(metric='val/accuracy'): this metric does not exist; there are: val/loss"
         )
-        assert output[2:] == ["run folder runs/tiny-1: keeps the results up to the error"]
+        assert output[3:] == ["run folder runs/tiny-1: keeps the results up to the error"]
 
     def test_a_failure_right_after_a_rewind_keeps_the_run(
         self, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -105,6 +105,7 @@ def test_the_script_knows_every_setting_and_its_choices():
         "training.schedule": SCHEDULES,
         "training.precision": PRECISIONS,
         "training.compile": ("true", "false"),
+        "training.progress": ("true", "false"),
         "strategy": STRATEGIES,
         "strategy.class_path": STRATEGIES,
     }

@@ -30,7 +30,7 @@ from pulsetrain.engine.errors import (
     RunFolderError,
 )
 from pulsetrain.engine.step.accumulation import Accumulate
-from pulsetrain.handlers import Checkpointer, CSVLogger
+from pulsetrain.handlers import Checkpointer, CSVLogger, ProgressBar
 
 MODEL = """
     from torch import nn
@@ -242,7 +242,7 @@ class TestClassPaths:
         handlers = "[CSVLogger, {class_path: Checkpointer, init_args: {every: {epochs: 2}}}]"
         trainer = assembled(write(tmp_path), tmp_path / "run", strategy=name, handlers=handlers).trainer
         assert type(trainer.strategy) is kind
-        assert [type(handler) for handler in trainer.handlers] == [CSVLogger, Checkpointer]
+        assert [type(handler) for handler in trainer.handlers] == [CSVLogger, Checkpointer, ProgressBar]
         assert trainer.handlers[1].every == Every(epochs=2)
         assert trainer.handlers[0].path.parent == trainer.handlers[1].folder == tmp_path / "run"
 

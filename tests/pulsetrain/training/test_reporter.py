@@ -23,7 +23,7 @@ def reports(*handlers: object, factor: float, logged: bool = True) -> list[Mutab
         nn.Linear(1, 1),
         [(torch.ones(1, 1), torch.zeros(1, 1))] * 4,
         strategy=SupervisedStrategy(lambda outputs, targets: (outputs - targets).square().mean() * factor),
-        config=TrainingConfig(max_epochs=3, log_every_n_steps=2),
+        config=TrainingConfig(max_epochs=3, log_every_n_steps=2, progress=False),
         handlers=handlers,
     )
     if logged:
