@@ -99,6 +99,9 @@ if TYPE_CHECKING:
         Preempted as Preempted,
     )
     from pulsetrain.engine.events.payloads import (
+        RanksDiverged as RanksDiverged,
+    )
+    from pulsetrain.engine.events.payloads import (
         RewardsComputed as RewardsComputed,
     )
     from pulsetrain.engine.events.payloads import (
@@ -204,7 +207,8 @@ else:  # which type checkers do not see: to them, an unknown name is an error
             "pulsetrain.engine.events.payloads": (
                 "AnomalyDetected", "CheckpointLoaded", "CheckpointSaved", "EpochTerminated", "ExceptionRaised",
                 "GradientsReady", "HandlerFailed", "MediaLogged", "MetricsLogged", "OptimizerStepCompleted",
-                "PolicyUpdated", "Preempted", "RewardsComputed", "RolloutCompleted", "Terminated", "ValidationCompleted"
+                "PolicyUpdated", "Preempted", "RanksDiverged",
+                "RewardsComputed", "RolloutCompleted", "Terminated", "ValidationCompleted"
             ),
             "pulsetrain.engine.events.state": ("State",),
             "pulsetrain.engine.events.subscription": ("FIRST", "LAST", "OnError", "Order", "Phase", "Subscription"),

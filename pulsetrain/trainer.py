@@ -212,7 +212,7 @@ class Trainer(Engine):
         self.registry.leave_out([self.driver])
         self.resumer.attach(self)
         self.driver.attach(self)
-        self.agreement.attach(self)
+        self.agreement.attach(self, self.stepper)
         for handler in self.handlers:
             if ranks().is_main or not writes_for_all(handler):
                 handler.attach(self)

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Ranks", "agreed", "check_shared", "gives_all_ranks_the_same", "is_shared", "ranks"]
+__all__ = ["Ranks", "agreed", "check_shared", "gives_all_ranks_the_same", "is_sharded", "is_shared", "ranks"]
 
 
 class Ranks(NamedTuple):
@@ -68,7 +68,7 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
         return
     parts = list(model.values()) if isinstance(model, Mapping) else [model]
     for part in parts:
-        if _is_sharded(part):
+        if is_sharded(part):
             rule = (
                 "sharded models are not supported yet: rank 0 of {world_size} would save its own shard alone; wrap the "
                 "model in torch.nn.parallel.DistributedDataParallel, or start one process"
@@ -136,7 +136,7 @@ def is_shared(model: object) -> bool:
     return not learns or any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
-def _is_sharded(model: object) -> bool:
+def is_sharded(model: object) -> bool:
     """Whether this process holds a part of the weights alone."""
     if not isinstance(model, nn.Module) or not torch.distributed.is_available():
         return False

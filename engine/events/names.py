@@ -217,6 +217,7 @@ class Events(EventEnum):
     MEDIA_LOGGED = "media_logged", payloads.MediaLogged
     ANOMALY_DETECTED = "anomaly_detected", payloads.AnomalyDetected
     PREEMPTED = "preempted", payloads.Preempted
+    RANKS_DIVERGED = "ranks_diverged", payloads.RanksDiverged
     HANDLER_FAILED = "handler_failed", payloads.HandlerFailed
 
 
@@ -229,7 +230,7 @@ _COUNTED = {
     "epoch": (Events.STARTED, Events.COMPLETED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED),
     "iteration": (
         *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
-        *(Events.METRICS_LOGGED, Events.MEDIA_LOGGED, Events.ANOMALY_DETECTED),
+        *(Events.METRICS_LOGGED, Events.MEDIA_LOGGED, Events.ANOMALY_DETECTED, Events.RANKS_DIVERGED),
     ),
     "update": (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
     "validation_round": (Events.VALIDATION_STARTED, Events.VALIDATION_COMPLETED),

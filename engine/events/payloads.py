@@ -29,6 +29,7 @@ __all__ = [
     "OptimizerStepCompleted",
     "PolicyUpdated",
     "Preempted",
+    "RanksDiverged",
     "RewardsComputed",
     "RolloutCompleted",
     "Terminated",
@@ -168,6 +169,16 @@ class Preempted:
 
     signal: str  # "SIGTERM", "SIGUSR1", "SIGINT"
     rank: int | None = None  # of the process that got it, if several train together and it was not this one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksDiverged:
+    """RANKS_DIVERGED: of processes that train together, a value that has to be the same in all of them is not."""
+
+    field: str  # "learning_rates", "0.weight" ...
+    ranks: tuple[int, ...]  # those that differ from most of the ranks; from rank 0 if there is no majority
+    values: tuple[str, ...]  # of each rank, in their order; of a tensor, digests
+    at_iteration: int  # when it was digested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pulsetrain.engine.recording.diff.check import EventCheck
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.diff.result import Divergence, LogDiff
-from pulsetrain.engine.recording.log.reader import EventLog, read_ranks
+from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks, read_ranks
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.log.scan import Damage
 from pulsetrain.engine.recording.log.writer import LogWriter
@@ -21,5 +21,5 @@ else:  # imported when they are used: a replay is an engine, which needs torch
 
 __all__ = [
     "Damage", "Divergence", "EventCheck", "EventLog", "LogDiff", "LogWriter", "LoggedEvent", "Replay", "Stop", "diff",
-    "read_ranks",
+    "logged_ranks", "read_ranks",
 ]  # fmt: skip

@@ -20,10 +20,13 @@ from pulsetrain.engine import (
     is_training_run,
 )
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LogWriter
+from pulsetrain.engine.recording.log.places import place_after
 from pulsetrain.engine.recording.log.run_file import id_of_run
+from pulsetrain.engine.recording.log.stall import StallWatch
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -59,14 +62,15 @@ class EventRecorder(Handler):
 
     Args:
         folder: the run folder; a resumed run continues the log in it.
-        include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well.
+        include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well; where several processes train
+            together they always are, since they tell a process that loads from one that computes.
         every: record the events of only each n-th iteration and update; all other events are always recorded.
         max_bytes: budget of the sealed log, at least 100,000: when it is reached, the events of old iterations are
             thinned to each hundredth, and an event `log_thinned` says so.
         grad_norm: whether the gradients' norm is computed at each update, to be recorded with GRADIENTS_READY. False:
             the event is recorded where something else needs the norm, such as clipping or a guard. By default as in the
             run that is resumed, and False in a new one.
-        rank: of this process, where several train together; each writes a separate log.
+        rank: of this process, where several train together: each writes a log. None: as torchrun or torch says.
         on_error: "warn" continues when the disk is full or gone, warns once, and writes the events when it can;
             "raise" ends the run.
 
@@ -91,19 +95,22 @@ class EventRecorder(Handler):
         every: int | None = None,
         *,
         grad_norm: bool | None = None,
-        rank: int = 0,
+        rank: int | None = None,
         max_bytes: int | None = None,
         on_error: OnError = "warn",
     ) -> None:
         if every is not None:
             check_whole_number("EventRecorder", "every", every)
+        here = ranks()
+        rank = here.rank if rank is None else rank
         check_whole_number("EventRecorder", "rank", rank, at_least=0)
         if max_bytes is not None:
             check_whole_number("EventRecorder", "max_bytes", max_bytes, LEAST_BYTES)
         check_choice("EventRecorder", "on_error", on_error, ("warn", "raise"))
         if grad_norm is not None:
             check_bool("EventRecorder", "grad_norm", grad_norm)
-        self.include_batches, self.grad_norm = include_batches, grad_norm
+        self._is_shared = here.world_size > 1
+        self.include_batches, self.grad_norm = include_batches or self._is_shared, grad_norm
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
         self.reports_resume = True  # False: what loads the checkpoint compares and reports itself, as `verify` does
@@ -117,7 +124,9 @@ class EventRecorder(Handler):
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._begins_again = False
+        self._resumed_at: list[int] = []  # iterations of the checkpoints from which this run has continued
         self._measures = False  # whether this handler has gradients' norms computed
+        self._stalls: StallWatch | None = None  # where several processes train together
 
     @property
     def folder(self) -> Path:
@@ -193,6 +202,7 @@ class EventRecorder(Handler):
             "run": writer.run,
             "seams": [list(seam) for seam in writer.seams],
             "grad_norm": self._measures,
+            "resumed_at": self._resumed_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,6 +295,8 @@ class EventRecorder(Handler):
             if log.writer is None and event.iteration == 0:
                 self._start_again(event)
             log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
+            if self._stalls is None and self._is_shared:
+                self._stalls = StallWatch(log.folder, self.rank, lambda: log.bus.sequence.last)
         logged = log.entry(event)
         logged.observed = {**_bounds(engine), "grad_norm": self._measures}
         log.write(logged)
@@ -313,13 +325,16 @@ class EventRecorder(Handler):
         saved, self._saved = self._saved, None
         writer = self._log.open()
         self.resume_check = self.resumed_after = None
-        if saved is not None:
+        self._resumed_at = [*(saved or {}).get("resumed_at", ()), event.iteration]
+        if saved is not None and self.rank:
+            self._continue_own_log(saved, writer, event)
+        elif saved is not None:
             self.resumed_after = saved["seq"]
             self._in_epoch = set(saved["in_epoch"])
             self._resumed_in_epoch = set(saved["in_epoch"])
             is_of_this_run = saved.get("run", writer.run) == writer.run
             is_in_log = saved["seq"] <= writer.last_seq
-            known = "" if self.rank else id_of_run(self.folder.parent)
+            known = id_of_run(self.folder.parent)
             is_log_of_another = writer.last_seq >= 0 and saved.get("run") == known != writer.run
             if is_of_this_run and writer.last_seq >= 0:
                 self._log.on_disk(writer.restore_seams, map(tuple, saved.get("seams", ())), event.time_ns)
@@ -343,6 +358,21 @@ class EventRecorder(Handler):
                 else:
                     writer.begin_at(saved["ord"])
         self._log.write(self._log.entry(event))
+
+    def _continue_own_log(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
+        """The checkpoint has the place in rank 0's log: find the same one in this rank's."""
+        self._in_epoch = set(saved["in_epoch"])
+        self._resumed_in_epoch = set(saved["in_epoch"])
+        if writer.last_seq < 0:
+            return
+        log, last = self._log.read(), event.iteration
+        seen = {each.iteration for each in log.read(engine=event.engine, event=event.type)}
+        # where the run has continued without this rank, what it had recorded after that was computed again
+        last = min([last, *(each for each in saved.get("resumed_at", ()) if each not in seen)])
+        in_epoch = last == event.iteration and event.engine in self._in_epoch
+        seq, ord = place_after(log, event.engine, last, in_epoch)
+        self._log.bus.continue_after(writer.last_seq)
+        self._log.rewind(seq, ord, event.time_ns)
 
     def _note_loss(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
         """The log has lost events before the checkpoint: say which, here and in the log."""
@@ -393,6 +423,9 @@ class EventRecorder(Handler):
     def _end(self) -> None:
         """The outermost run is over: close the log."""
         self._outermost = None
+        if self._stalls is not None:
+            self._stalls.stop()
+            self._stalls = None
         if self._log.writer is not None:
             self._closed_at = self.state_dict()
             self._log.close()

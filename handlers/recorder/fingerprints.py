@@ -21,7 +21,7 @@ from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every
 
-__all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "fingerprint_of"]
+__all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "digest_of", "fingerprint_of"]
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 _CHUNK = 1 << 22  # words of 8 bytes: a digest needs that much memory at a time
@@ -123,11 +123,11 @@ def fingerprint_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     """The digests of the weights, the buffers, the optimizer's state and the process's random number generators."""
     state = optimizer.state_dict()["state"] if optimizer is not None else {}
     with reading_once(model):
-        weights, buffers = _digest(model.parameters()), _digest(model.buffers())
+        weights, buffers = digest_of(model.parameters()), digest_of(model.buffers())
     return StateFingerprint(
         weights=weights,
         buffers=buffers,
-        optimizer=_digest(_tensors(state)),
+        optimizer=digest_of(_tensors(state)),
         rng=_crc_of(rng.capture()),
     )
 
@@ -139,7 +139,7 @@ def _crc_of(value: object) -> int:
     return crc
 
 
-def _digest(tensors: Iterable[Tensor]) -> Tensor:
+def digest_of(tensors: Iterable[Tensor]) -> Tensor:
     """One number for all, shape (), int64; a tensor's part is weighted by its position, so exchanging two shows."""
     found: dict[torch.device, list[Tensor]] = {}
     for words in (words for tensor in tensors for bits in _bits(tensor) for words in _words(bits)):

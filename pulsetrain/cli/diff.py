@@ -6,14 +6,20 @@ import argparse
 import json
 
 from pulsetrain.cli.reports import DAMAGED, FAILED, OK, until_closed
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
+from pulsetrain.engine.recording.diff.ranks import diff_ranks
 
 __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print the result, and return it as the exit status."""
+    if arguments.ranks:
+        return _compare_ranks(arguments)
+    if arguments.b is None:
+        raise ConfigurationError("pulsetrain diff: needs two run folders, or one with --ranks")
     a, b = (EventLog(folder, arguments.rank) for folder in (arguments.a, arguments.b))
     found = diff(a, b, rtol=arguments.rtol, atol=arguments.atol)
     with until_closed():
@@ -21,6 +27,17 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps(found.as_dict(growth=not arguments.first)))
         else:
             print(found.report(growth=not arguments.first))
+    if found:
+        return FAILED
+    return DAMAGED if found.damage else OK
+
+
+def _compare_ranks(arguments: argparse.Namespace) -> int:
+    if arguments.b is not None:
+        raise ConfigurationError("pulsetrain diff --ranks: compares the processes of one run; leave the second one out")
+    found = diff_ranks(arguments.a)
+    with until_closed():
+        print(json.dumps(found.as_dict()) if arguments.format == "json" else found)
     if found:
         return FAILED
     return DAMAGED if found.damage else OK

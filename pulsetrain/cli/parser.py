@@ -27,11 +27,12 @@ from pulsetrain.cli.commands import (
     report,
     train,
     verify,
+    where,
 )
 
 __all__ = ["CommandParser", "make_parser", "run_command"]
 
-COMMANDS = (train, config, lr_find, replay, events, diff, verify, fork, debug, report, export, completion)
+COMMANDS = (train, config, lr_find, replay, events, diff, where, verify, fork, debug, report, export, completion)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -19,6 +19,8 @@ from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.errors import PeerFailed
 from pulsetrain.engine.events.payloads import Preempted
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.training.drift import DriftCheck
+from pulsetrain.training.stepper import Stepper
 
 __all__ = ["Agreement"]
 
@@ -37,16 +39,18 @@ class Agreement:
     def __init__(self, control: ControlGroup, every: int) -> None:
         self.control = control
         self.pulse = Pulse(control, every)
+        self.drift = DriftCheck(control)
 
     @property
     def is_shared(self) -> bool:
         """Whether there are several processes."""
         return self.control.is_shared
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: Engine, stepper: Stepper) -> None:
         self._engine = engine
         if not self.is_shared:
             return
+        self.drift.attach(engine, stepper)
         engine.add_event_handler(Events.STARTED, self._begin, phase=Phase.COMPUTE)
         further = Events.ITERATION_COMPLETED(event_filter=lambda _, iteration: self.pulse.is_further(iteration))
         engine.bus.subscribe(further, self._beat_further, sender=engine, phase=Phase.PERSIST, order=LAST)
@@ -109,9 +113,7 @@ class Agreement:
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums over the ranks at a log point, where they also agree on whether the run ends."""
-        stop, sums = self.pulse.beat(self._engine.state.iteration, fixed=True, values=values)
-        self._obey(stop)
-        return sums
+        return self._meet(values)
 
     def _cause_of(self, error: BaseException) -> BaseException:
         """What to raise for an error of the run: that of the rank which failed first, if this is its consequence."""
@@ -134,12 +136,18 @@ class Agreement:
         self.pulse.begin(self._engine.state.iteration)
 
     def _beat_further(self) -> None:
-        stop, _ = self.pulse.beat(self._engine.state.iteration, fixed=False)
-        self._obey(stop)
+        self._meet(fixed=False)
 
     def _beat(self) -> None:
-        stop, _ = self.pulse.beat(self._engine.state.iteration, fixed=True)
+        self._meet()
+
+    def _meet(self, values: Sequence[float] = (), *, fixed: bool = True) -> list[float]:
+        """A pulse: agree on whether the run ends, compare what is replicated, and add these values up."""
+        own = self.drift.numbers()
+        stop, sums = self.pulse.beat(self._engine.state.iteration, fixed=fixed, values=[*own, *values])
+        self.drift.judge(sums[: len(own)])
         self._obey(stop)
+        return sums[len(own) :]
 
     def _obey(self, stop: StopRequest | None) -> None:
         if stop is None:

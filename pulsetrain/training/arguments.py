@@ -26,7 +26,6 @@ from pulsetrain.handlers import (
     ConsoleLogger,
     CrashBundle,
     EarlyStopping,
-    EventRecorder,
     LossSpikeGuard,
     LRFinder,
     LRScheduler,
@@ -81,7 +80,7 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) 
 
 def writes_for_all(handler: object) -> bool:
     """Whether one of the processes that train together saves, logs or draws by it for all."""
-    return isinstance(handler, _OUTPUT) or (isinstance(handler, EventRecorder) and not handler.rank)
+    return isinstance(handler, _OUTPUT)
 
 
 def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:

@@ -27,6 +27,8 @@ from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, Eve
 
 ROWS, BATCH = 24, 3  # so 8 batches a pass
 EPOCHS = 4
+# `seq` counts what a resume fires besides, `seams` and `resumed_at` the resumes; `run` is the id of the folder's run
+OF_THE_LOG = tuple(f"EventRecorder/state/{name}" for name in ("seq", "run", "seams", "resumed_at"))
 OBSERVED = ("seconds", "samples_per_second", "tokens_per_second")
 
 
@@ -142,8 +144,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     checkpoints = {}
     for saved in CheckpointManager(folder / "checkpoints").valid():
         for path, value in leaves(load_checkpoint(saved)):
-            # `seq` counts what a resume fires besides, `seams` the resumes; `run` is the id of the folder's run
-            if not path.endswith(tuple(f"EventRecorder/state/{name}" for name in ("seq", "run", "seams"))):
+            if not path.endswith(OF_THE_LOG):
                 checkpoints[f"{saved.name}/{path}"] = bits(value)
     return {
         **checkpoints,

@@ -132,6 +132,7 @@ class Played:
         if isinstance(self.handler, EventRecorder):
             state.pop("run", None)  # each log has an id of its own,
             state.pop("seams", None)  # and a replay writes one without resumes
+            state.pop("resumed_at", None)
         return state
 
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
     import pyarrow
 
-__all__ = ["EventLog", "ReadOptions", "read_ranks"]
+__all__ = ["EventLog", "ReadOptions", "logged_ranks", "read_ranks"]
 
 _ATTEMPTS = 4  # to read a log that seems damaged: it may be being written
 _RANK_FILE = re.compile(r"events\.rank(\d+)\.jsonl\.zst")
@@ -183,6 +183,13 @@ class EventLog:
             yield self.block(number)
         yield self._events
 
+    def last(self) -> LoggedEvent | None:
+        """The newest event, superseded or not; None if none can be read."""
+        if self._events:
+            return self._events[-1]
+        blocks = (self.block(number) for number in reversed(range(len(self.headers))))
+        return next((block[-1] for block in blocks if block), None)
+
     def block(self, index: int) -> list[LoggedEvent]:
         """The events of one sealed block, superseded ones included; empty if it is damaged: see `damage`."""
         lines = self.lines(index)
@@ -299,6 +306,17 @@ def _in_force(seams: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found[::-1]
 
 
+def logged_ranks(path: str | Path) -> list[int]:
+    """The ranks that have a log in a run folder, or in its folder `events`; rank 0 if none has."""
+    folder = Path(path)
+    folder = folder / "events" if (folder / "events").is_dir() else folder
+    files = folder.iterdir() if folder.is_dir() else ()
+    ranks = {int(match[1]) for file in files if (match := _RANK_FILE.fullmatch(file.name))}
+    if not ranks or any(file.exists() for file in log_files(folder)):
+        ranks.add(0)
+    return sorted(ranks)
+
+
 def read_ranks(path: str | Path, **query: Unpack[ReadOptions]) -> Iterator[tuple[int, LoggedEvent]]:
     """The events of every rank's log, each with its rank: by iteration, then by rank, then in recorded order.
 
@@ -322,13 +340,7 @@ def read_ranks(path: str | Path, **query: Unpack[ReadOptions]) -> Iterator[tuple
     Raises:
         RecordingError: there is no log, or one of them has a newer format.
     """
-    folder = Path(path)
-    folder = folder / "events" if (folder / "events").is_dir() else folder
-    files = folder.iterdir() if folder.is_dir() else ()
-    ranks = {int(match[1]) for file in files if (match := _RANK_FILE.fullmatch(file.name))}
-    if not ranks or any(file.exists() for file in log_files(folder)):
-        ranks.add(0)
-    logs = {rank: EventLog(folder, rank) for rank in sorted(ranks)}
+    logs = {rank: EventLog(path, rank) for rank in logged_ranks(path)}
     merged = heapq.merge(*(_keyed(rank, log, query) for rank, log in logs.items()), key=lambda item: item[0])
     return ((rank, event) for (*_, rank), event in merged)
 

@@ -35,7 +35,10 @@ _HOSTS = frozenset(
 )  # whose handlers fire other events
 _VALIDATION = (Events.VALIDATION_STARTED.value, Events.VALIDATION_COMPLETED.value)
 _COMPUTED = (*_VALIDATION, Events.POLICY_UPDATED.value)  # fired before the other handlers of their host
-_LOGS = (Events.METRICS_LOGGED.value, Events.MEDIA_LOGGED.value, Events.ANOMALY_DETECTED.value)
+_LOGS = tuple(
+    event.value
+    for event in (Events.METRICS_LOGGED, Events.MEDIA_LOGGED, Events.ANOMALY_DETECTED, Events.RANKS_DIVERGED)
+)
 _SHIPPED = frozenset(event.value for event in Events)
 # what has to be read to know which event was fired in which; iterations differ by their numbers
 STRUCTURE = (_LOOP | {*_VALIDATION}) - FREQUENT

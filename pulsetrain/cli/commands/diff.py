@@ -17,6 +17,7 @@ EPILOG = """\
 examples:
   pulsetrain diff runs/a runs/b
   pulsetrain diff runs/cpu runs/gpu --rtol 1e-5
+  pulsetrain diff runs/a --ranks
 
 exit status: 0 the logs agree; 1 they differ; 2 they cannot be compared; 3 a log is damaged, the readable parts agree
 """
@@ -25,7 +26,10 @@ exit status: 0 the logs agree; 1 they differ; 2 they cannot be compared; 3 a log
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
     parser.add_argument("a", metavar="A", type=Path, help="a run folder")
-    parser.add_argument("b", metavar="B", type=Path, help="another run folder")
+    parser.add_argument("b", metavar="B", type=Path, nargs="?", help="another run folder")
+    parser.add_argument(
+        "--ranks", action="store_true", help="compare the processes of one run with each other, in what they share"
+    )
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's logs, where several recorded")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance for floats [0]")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance for floats [0]")

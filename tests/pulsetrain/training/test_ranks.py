@@ -56,6 +56,7 @@ from pulsetrain.handlers import (
 )
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
+from tests.support.runs_of_ranks import linear, make
 
 RANKS = 2
 ROWS = (15, 16, 17, 19, 24, 34)
@@ -65,18 +66,6 @@ def shared_loader(rank: int, rows: int, batch_size: int = 4, **options: Any) -> 
     data = pairs(rows)
     sampler: Any = DistributedSampler(data, RANKS, rank, **options)
     return DataLoader(data, batch_size, sampler=sampler)
-
-
-def make(model: nn.Module, loader: Any, *handlers: Any, val_loader: Any = None, **config: Any) -> Trainer:
-    settings = {"max_epochs": 2, "optimizer": "sgd", "learning_rate": 0.1, "seed": 3, "log_every_n_steps": 1, **config}
-    return Trainer(
-        model,
-        loader,
-        val_loader,
-        strategy=SupervisedStrategy("mse"),
-        config=TrainingConfig(**settings),
-        handlers=list(handlers),
-    )
 
 
 def double(rows: int) -> TensorDataset:
@@ -94,11 +83,6 @@ def in_one_process(body: Any, *, forked: bool = False) -> Any:
         return body(rank)
 
     return in_processes(alone, 1)[0]
-
-
-def linear() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(4, 1)
 
 
 # ------------------------------------------------------------------------------------------ models that are refused
@@ -515,7 +499,7 @@ def test_only_the_main_process_saves_logs_and_draws(tmp_path: Path):
     first, second = in_processes(body)
     assert (first.error, second.error) == ("", ""), first.error + second.error
     assert {"metrics.csv", "metrics.jsonl", "loss.png", "manifest.json"} <= set(first.value)
-    assert second.value == []
+    assert second.value == ["events.rank1.jsonl.zst", "tail.rank1.jsonl"]
     assert second.stderr == ""
     assert EventLog(tmp_path / "own-1", rank=1).ended
 

@@ -1,0 +1,188 @@
+"""Compares the logs of the processes of one run, in what has to be the same in all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from pulsetrain.engine.errors import RecordingError
+from pulsetrain.engine.recording.diff.fields import ABSENT, leaves
+from pulsetrain.engine.recording.diff.result import describe_event, field_table
+from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
+from pulsetrain.engine.recording.log.records import MEASURED, Json, LoggedEvent
+
+__all__ = ["RanksDiff", "diff_ranks"]
+
+_LOCAL_METRICS = ("memory/",)  # prefixes of the names of metrics that are each process's own
+
+
+def _metrics(found: Json) -> Json:
+    return {
+        name: value
+        for name, value in (found or {}).items()
+        if name not in MEASURED and not name.startswith(_LOCAL_METRICS)
+    }
+
+
+def _in_payload(event: LoggedEvent) -> Json:
+    return {"payload": {"metrics": _metrics((event.payload or {}).get("metrics"))}}
+
+
+# what is replicated of an event, with the names of the fields; of the others, each process has its own, such as the
+# loss of its share of a batch and the state of its random number generators
+_REPLICATED: dict[str, Callable[[LoggedEvent], Json]] = {
+    "epoch_started": lambda event: {},
+    "iteration_started": lambda event: {},
+    "gradients_ready": lambda event: {"payload": event.payload},
+    "optimizer_step_completed": lambda event: {"payload": event.payload},
+    "iteration_completed": lambda event: {"lr": event.lr},
+    "metrics_logged": _in_payload,
+    "validation_started": lambda event: {},
+    "validation_completed": _in_payload,
+    "epoch_completed": lambda event: {"metrics": _metrics(event.metrics)},
+    "terminate_single_epoch": lambda event: {},
+    "state_fingerprinted": lambda event: {
+        "payload": {name: (event.payload or {}).get(name) for name in ("weights", "optimizer")}
+    },
+}
+_Key = tuple[int, str, str, int]  # iteration, engine, event, which one of that name in the iteration
+
+
+@dataclass(frozen=True)
+class RanksDiff:
+    """What the processes of a run differ in; false if they agree, a report as text."""
+
+    run: Path
+    ranks: tuple[int, ...]
+    agreed: int  # events that every process has and that agree before the first difference
+    event: LoggedEvent | None = None  # the first one that differs, of rank 0 or else of the rank that has it
+    rank: int | None = None  # the process that differs from rank 0
+    fields: dict[str, tuple[Json, Json]] | None = None  # rank 0's and this one's; None if only one has the event
+    damage: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.event is not None
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.ranks))
+        if self.event is None:
+            lines = [f"{self.run}: ranks {names} agree in {self.agreed:,} events"]
+        else:
+            lines = [
+                f"{self.run}: rank {self.rank} differs from rank 0 after {self.agreed:,} events that agree",
+                f"first difference: {describe_event(self.event)}",
+            ]
+            if self.fields is None:
+                lines[-1] += ", which one of the two does not have"
+            else:
+                lines += field_table(self.fields, "rank 0", f"rank {self.rank}")
+        return "\n".join([*lines, *(f"damage: {each}" for each in self.damage)])
+
+    def as_dict(self) -> dict[str, Json]:
+        """The comparison as plain values for JSON."""
+        sides = "rank 0", f"rank {self.rank}"
+        fields = {
+            name: {side: value for side, value in zip(sides, pair, strict=True) if value is not ABSENT}
+            for name, pair in (self.fields or {}).items()
+        }
+        event = self.event
+        found: dict[str, Json] = {
+            "equal": not self, "run": str(self.run), "ranks": list(self.ranks), "agreed": self.agreed,
+            "rank": self.rank, "damage": list(self.damage), "fields": fields,
+        }  # fmt: skip
+        if event is not None:
+            found["event"] = {
+                "engine": event.engine, "event": event.event, "epoch": event.epoch, "iteration": event.iteration
+            }  # fmt: skip
+        return found
+
+
+def diff_ranks(run: str | Path) -> RanksDiff:
+    """Find the first event in which a process of a run differs from rank 0.
+
+    Compared are rates, gradients' norms, metrics, fingerprints of weights and of the optimizer's state, and which
+    iterations, epochs and validations there were. Iterations that one of two logs does not reach are left out, since
+    processes are killed at different moments and their number may change.
+
+    Args:
+        run: a run folder with the logs of several processes.
+
+    Raises:
+        RecordingError: it has the log of one process alone.
+    """
+    ranks = logged_ranks(run)
+    if len(ranks) < 2 or ranks[0] != 0:
+        raise RecordingError(
+            f"{run}: has the log of rank {ranks[0]} alone; an EventRecorder among the handlers of a run of several "
+            "processes writes one in each"
+        )
+    logs = {rank: EventLog(run, rank) for rank in ranks}
+    found: list[RanksDiff] = []
+    least = 0
+    for rank in ranks[1:]:
+        compared = _compared(Path(run), tuple(ranks), logs[0], logs[rank], rank)
+        least = compared.agreed if rank == 1 else min(least, compared.agreed)
+        if compared:
+            found.append(compared)
+    damage = tuple(dict.fromkeys(f"rank {rank}: {each}" for rank, log in logs.items() for each in log.damage))
+    first = min(found, key=lambda each: each.event.iteration if each.event is not None else 0, default=None)
+    if first is None:
+        return RanksDiff(Path(run), tuple(ranks), least, damage=damage)
+    return RanksDiff(first.run, first.ranks, first.agreed, first.event, first.rank, first.fields, damage)
+
+
+def _compared(run: Path, ranks: tuple[int, ...], main: EventLog, other: EventLog, rank: int) -> RanksDiff:
+    agreed = 0
+    theirs = _iterations(other)
+    there = next(theirs, None)
+    for iteration, mine in _iterations(main):
+        while there is not None and there[0] < iteration:
+            there = next(theirs, None)
+        if there is None:
+            break
+        if there[0] > iteration:
+            continue
+        peer = there[1]
+        there = next(theirs, None)
+        is_last = there is None  # where a log ends, an iteration may be incomplete
+        for key in dict.fromkeys([*mine, *peer]):
+            x, y = mine.get(key), peer.get(key)
+            if x is None or y is None:
+                if not is_last:
+                    return RanksDiff(run, ranks, agreed, x or y, rank)
+                continue
+            fields = {} if x.open or y.open else _differing(x, y)
+            if fields:
+                return RanksDiff(run, ranks, agreed, x, rank, fields)
+            agreed += 1
+    return RanksDiff(run, ranks, agreed)
+
+
+def _differing(x: LoggedEvent, y: LoggedEvent) -> dict[str, tuple[Json, Json]]:
+    replicated = _REPLICATED[x.event]
+    mine, theirs = replicated(x), replicated(y)
+    return {
+        path: (a, b) for name in mine for path, a, b in leaves(name, mine[name], theirs[name]) if repr(a) != repr(b)
+    }
+
+
+def _iterations(log: EventLog) -> Iterator[tuple[int, dict[_Key, LoggedEvent]]]:
+    """The replicated events of each iteration of the training run, which have a number in it."""
+    main = log.main_engine
+    for iteration, events in groupby(_live(log, main), key=lambda each: each[0]):
+        numbers: Counter[tuple[str, str]] = Counter()
+        found: dict[_Key, LoggedEvent] = {}
+        for _, event in events:
+            name = event.engine, event.event
+            found[iteration, *name, numbers[name]] = event
+            numbers[name] += 1
+        yield iteration, found
+
+
+def _live(log: EventLog, main: str) -> Iterable[tuple[int, LoggedEvent]]:
+    for event in log.read(engine=main):
+        if event.ord >= 0 and event.event in _REPLICATED:
+            yield event.iteration, event

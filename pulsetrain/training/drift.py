@@ -1,0 +1,133 @@
+"""Finds ranks whose copies of the model are no longer the same: at each pulse, without a collective of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.replicas import Difference, differ, difference, digest
+from pulsetrain.engine.events.payloads import RanksDiverged
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents, digest_of, fingerprint_of
+from pulsetrain.training.stepper import Stepper
+
+__all__ = ["DriftCheck"]
+
+
+class DriftCheck:
+    """Compares what is replicated: counters, rates and the gradient's norm at each pulse, and the state at times.
+
+    Weights and the optimizer's state are compared at the end of each epoch, and wherever `Fingerprints` digests them.
+    A buffer that has changed on some ranks alone is found there, too; one that steps change on all of them, such as a
+    running mean, is each rank's own.
+
+    Args:
+        control: joins the ranks.
+    """
+
+    def __init__(self, control: ControlGroup) -> None:
+        self._control = control
+        self._sent: dict[str, object] = {}  # to the pulse that is being waited for
+        self._state: dict[str, object] = {}  # digests since the last pulse
+        self._digested_at = 0  # iteration
+        self._reported: set[str] = set()
+        self._buffers: dict[str, int] = {}  # digests when the run started
+
+    def attach(self, engine: Engine, stepper: Stepper) -> None:
+        """Compare the engine's runs; before the pulses at the same events."""
+        self._engine, self._stepper = engine, stepper
+        engine.register_events(*FingerprintEvents)
+        engine.add_event_handler(Events.STARTED, self._on_started, phase=Phase.OBSERVE)
+        engine.add_event_handler(FingerprintEvents.STATE_FINGERPRINTED, self._on_fingerprint)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, self._digest_state, phase=Phase.OBSERVE)
+
+    def numbers(self) -> list[float]:
+        """What this rank adds to the sums of a pulse."""
+        self._sent = self._facts()
+        return digest(self._sent)
+
+    def judge(self, sums: Sequence[float]) -> None:
+        """Fire RANKS_DIVERGED, in every process, if these sums say that the ranks differ."""
+        facts, self._state = self._sent, {}
+        if not differ(sums, self._control.ranks.world_size):
+            return
+        found = difference(self._control, facts)
+        if found is None:  # of two digests that are made from the same values
+            return
+        iteration = self._digested_at if found.field in _STATE else self._engine.state.iteration
+        if found.field in _PARTS:
+            found = difference(self._control, dict(self._parts(found.field))) or found
+        if found.field not in self._reported:
+            self._reported.add(found.field)
+            self._report(found, iteration)
+
+    def _report(self, found: Difference, iteration: int) -> None:
+        if self._control.ranks.is_main:
+            get_logger("pulsetrain").error(
+                "the processes have diverged: what has to be the same in all of them is not. A handler or the model's "
+                "code acts in some of them alone, or a machine computes wrongly; resume from a checkpoint before this "
+                "iteration",
+                field=found.field,
+                ranks=list(found.ranks),
+                iteration=iteration,
+                values=list(found.values),
+            )
+        payload = RanksDiverged(field=found.field, ranks=found.ranks, values=found.values, at_iteration=iteration)
+        self._engine.fire(Events.RANKS_DIVERGED, payload, observed=True)
+
+    def _facts(self) -> dict[str, object]:
+        stepper, state = self._stepper, self._engine.state
+        norms = {"": stepper.grad_norm, **stepper.grad_norms}
+        return {
+            "epoch": state.epoch,
+            "update": state.update,
+            "samples": state.samples,
+            "tokens": state.tokens,
+            "learning_rates": [float(rate) for rate in stepper.learning_rates],
+            "grad_norm": {name: float(norm) for name, norm in norms.items() if norm is not None},
+            **{name: int(each) if isinstance(each, Tensor) else each for name, each in self._state.items()},
+        }
+
+    def _on_started(self) -> None:
+        self._reported.clear()
+        self._state = {}
+        self._buffers = dict(_digests(self._stepper.store.module.named_buffers()))
+
+    def _digest_state(self) -> None:
+        if not is_sharded(self._stepper.store.module):
+            found = fingerprint_of(self._stepper.store.module, self._stepper.store.optimizer)
+            self._note(found.weights, found.optimizer)
+
+    def _on_fingerprint(self, engine: Engine, event: Event) -> None:
+        if not is_sharded(self._stepper.store.module):
+            self._note(event.payload.weights, event.payload.optimizer)
+
+    def _note(self, weights: Tensor, optimizer: Tensor) -> None:
+        now = dict(_digests(self._stepper.store.module.named_buffers()))
+        changed = [name for name, each in now.items() if each != self._buffers.get(name)]
+        self._state = {"weights": weights, "optimizer": optimizer, "buffers that have changed": changed}
+        self._digested_at = self._engine.state.iteration
+
+    def _parts(self, field: str) -> Iterable[tuple[str, int]]:
+        """The digest of each tensor."""
+        if field == "weights":
+            return _digests(self._stepper.store.module.named_parameters())
+        state = self._stepper.store.optimizer.state_dict()["state"]
+        return _digests(
+            (f"optimizer, parameter {index}, {name}", value)
+            for index, values in state.items()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        )
+
+
+_PARTS = ("weights", "optimizer")
+_STATE = (*_PARTS, "buffers that have changed")
+
+
+def _digests(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, int]]:
+    return ((name, int(digest_of([tensor]))) for name, tensor in tensors)

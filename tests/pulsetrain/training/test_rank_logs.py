@@ -1,0 +1,231 @@
+"""The event logs of several processes that train together: continued after a kill, compared, and read for a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from pulsetrain import Trainer
+from pulsetrain.cli import main
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.errors import RecordingError
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.diff.ranks import diff_ranks
+from pulsetrain.engine.recording.log.stall import StallWatch
+from pulsetrain.engine.recording.where import positions, stragglers
+from pulsetrain.handlers import Checkpointer, EventRecorder, Fingerprints
+from tests.support.models import pairs
+from tests.support.ranks import in_processes
+from tests.support.runs_of_ranks import linear, make
+
+ITERATIONS = 40
+
+
+def recorded(run: Path, *handlers: Any, **config: Any) -> Trainer:
+    made = [EventRecorder(run), Checkpointer(run, every=Every(iterations=7)), Fingerprints(Every(iterations=5))]
+    return make(linear(), DataLoader(pairs(40), 4), *made, *handlers, max_epochs=4, clip_grad_norm=1.0, **config)
+
+
+def finish(run: Path, world: int = 2) -> None:
+    for each in in_processes(lambda rank: len(recorded(run).train(resume="latest")), world):
+        assert each.error == ""
+
+
+def kill_at(iteration: int, run: Path, who: int, world: int = 2) -> None:
+    """One rank kills all."""
+
+    def kill() -> None:
+        for file in sorted(run.glob("pid-*"), key=lambda file: file.read_text() == str(os.getpid())):
+            os.kill(int(file.read_text()), signal.SIGKILL)  # itself last
+
+    def body(rank: int) -> None:
+        made = recorded(run)
+        (run / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank == who:
+            made.on(Events.ITERATION_COMPLETED(once=iteration))(kill)
+        made.train(resume="latest")
+
+    assert [each.status for each in in_processes(body, world)] == [-signal.SIGKILL] * world
+
+
+def iterations_in(run: Path, rank: int) -> list[int]:
+    return [event.iteration for event in EventLog(run, rank).read(engine="trainer", event="iteration_completed")]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_each_rank_continues_its_log_after_kills(who: int, tmp_path: Path):
+    kill_at(18, tmp_path, who)
+    kill_at(31, tmp_path, 1 - who)
+    finish(tmp_path)
+    for rank in (0, 1):
+        log = EventLog(tmp_path, rank)
+        assert log.verify() == []
+        assert log.ended
+        assert iterations_in(tmp_path, rank) == list(range(1, ITERATIONS + 1))
+        assert len(list(log.read(event="epoch_completed"))) == 4
+    found = diff_ranks(tmp_path)
+    assert not found, str(found)
+    assert found.agreed > 4 * ITERATIONS
+
+
+def test_a_rank_that_was_not_there_for_a_while_has_a_log_with_a_gap(tmp_path: Path):
+    kill_at(10, tmp_path, 0)
+    in_one = in_processes(lambda rank: stop_at(tmp_path, 21), 1)
+    assert in_one[0].error == ""
+    finish(tmp_path)
+    assert iterations_in(tmp_path, 0) == list(range(1, ITERATIONS + 1))
+    assert iterations_in(tmp_path, 1) == [*range(1, 8), *range(22, ITERATIONS + 1)]
+    assert not diff_ranks(tmp_path)
+
+
+def stop_at(run: Path, iteration: int) -> None:
+    made = recorded(run)
+    made.on(Events.ITERATION_COMPLETED(once=iteration))(lambda engine: engine.terminate())
+    made.train(resume="latest")
+
+
+def change_a_rate(trainer: Trainer) -> None:
+    trainer.optimizer.param_groups[0]["lr"] *= 1 + 1e-9
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_first_value_that_differs_between_ranks_is_named(who: int, tmp_path: Path, capsys: Any):
+    def body(rank: int) -> None:
+        made = recorded(tmp_path)
+        if rank == who:
+            made.on(Events.ITERATION_COMPLETED(once=12))(change_a_rate)
+        made.train()
+
+    assert {each.error for each in in_processes(body)} == {""}
+    found = diff_ranks(tmp_path)
+    assert found.event is not None
+    assert (found.rank, found.event.event, found.event.iteration) == (1, "optimizer_step_completed", 13)
+    assert list(found.fields or {}) == ["payload.learning_rates.0"]
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path), "--ranks"]) == 1
+    said = capsys.readouterr().out
+    assert "rank 1 differs from rank 0 after" in said
+    assert "optimizer_step_completed at epoch 2, iteration 13" in said
+    assert main(["diff", str(tmp_path), "--ranks", "--format", "json"]) == 1
+    assert json.loads(capsys.readouterr().out)["rank"] == 1
+
+
+def test_an_event_that_one_rank_alone_fires_is_named(tmp_path: Path):
+    def body(rank: int) -> None:
+        made = recorded(tmp_path)
+        if rank == 1:
+            made.on(Events.ITERATION_COMPLETED(once=12))(lambda: made.state.metrics.update(extra=1.0))
+        made.train()
+
+    assert {each.error for each in in_processes(body)} == {""}
+    found = diff_ranks(tmp_path)
+    assert found.event is not None
+    assert (found.event.event, found.event.epoch, list(found.fields or {})) == ("epoch_completed", 2, ["metrics.extra"])
+
+
+def test_the_log_of_one_process_has_no_ranks_to_compare(tmp_path: Path, capsys: Any):
+    recorded(tmp_path).train()
+    with pytest.raises(RecordingError, match="has the log of rank 0 alone"):
+        diff_ranks(tmp_path)
+    assert main(["diff", str(tmp_path), str(tmp_path), "--ranks"]) == 2
+    assert main(["diff", str(tmp_path)]) == 2
+    assert "needs two run folders, or one with --ranks" in capsys.readouterr().err
+
+
+class Slow(Dataset[Any]):
+    """Its row 17 is never read to the end in one process."""
+
+    def __init__(self, stop: Callable[[], object]) -> None:
+        self.data, self.stop = pairs(40), stop
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        self.stop()
+        return self.data[index]
+
+
+class SlowStep(nn.Module):
+    def __init__(self, stop: Callable[[], object]) -> None:
+        super().__init__()
+        self.layer, self.stop = linear(), stop
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.stop()
+        output: torch.Tensor = self.layer(inputs)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("place", "event", "who"),
+    [
+        ("loader", "get_batch_started", 0),
+        ("step", "iteration_started", 1),
+        ("save", "iteration_completed", 0),
+        pytest.param("loader", "get_batch_started", 1, marks=pytest.mark.slow),
+        pytest.param("step", "iteration_started", 0, marks=pytest.mark.slow),
+        pytest.param("handler", "iteration_completed", 0, marks=pytest.mark.slow),
+        pytest.param("handler", "iteration_completed", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_rank_that_hangs_is_named_after_everything_was_killed(
+    place: str, event: str, who: int, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "pulsetrain.handlers.recorder.event_recorder.StallWatch", partial(StallWatch, interval=0.2)
+    )  # forked processes have it, too
+
+    def body(rank: int) -> None:
+        at: list[Trainer] = []
+
+        def sleep() -> None:
+            if rank == who and at and at[0].state.iteration == 6:
+                time.sleep(60)
+
+        data = Slow(sleep) if place == "loader" else pairs(40)
+        model = SlowStep(sleep if place == "step" else (lambda: None))
+        handlers = [EventRecorder(tmp_path), Checkpointer(tmp_path, every=Every(iterations=6))]
+        made = make(model, DataLoader(data, 4), *handlers, max_epochs=4, log_every_n_steps=50)
+        at.append(made)
+        if place == "handler":
+            made.on(Events.ITERATION_COMPLETED)(sleep)
+        if place == "save":
+            monkeypatch.setattr(os, "fsync", lambda descriptor: sleep())
+        threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        made.train()
+
+    in_processes(body)
+    found = positions(tmp_path)
+    (last,) = stragglers(found)
+    assert last.rank == who, [str(each) for each in found]
+    assert last.event.event == event
+    assert last.stall is not None
+    assert "sleep" in last.place
+    capsys.readouterr()
+    begun = time.monotonic()
+    assert main(["where", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"rank {who}: the others wait for it" in said
+    assert time.monotonic() - begun < 1.0
+    assert main(["where", str(tmp_path), "--format", "json"]) == 0
+    assert [each["waited_for"] for each in json.loads(capsys.readouterr().out)] == [who == 0, who == 1]
+
+
+def test_where_says_that_a_run_has_ended(tmp_path: Path, capsys: Any):
+    finish(tmp_path)
+    assert main(["where", str(tmp_path)]) == 0
+    assert "every process has ended its run" in capsys.readouterr().out
+    assert main(["where", str(tmp_path / "nowhere")]) == 2
