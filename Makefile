@@ -67,6 +67,8 @@ faults: $(VENV)/installed-dev ## the fault tests, and runs that are killed and r
 	@$(BIN)/python -m pytest tests/faults
 	$(step) 'Runs killed 1,000 times'
 	@$(BIN)/python -m tests.faults.kills --kills 1000 $(ARGS)
+	$(step) 'Runs of two processes, of which one is killed 100 times'
+	@$(BIN)/python -m tests.faults.rank_kills --kills 100
 
 ignite-suite: $(VENV)/installed-dev ## pytorch-ignite's own tests on our Engine; downloads its sources from the package index
 	$(step) "Pytorch-ignite's own tests"

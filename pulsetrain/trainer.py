@@ -144,7 +144,8 @@ class Trainer(Engine):
         self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
         if isinstance(model, nn.Module):
             self.agreement.check_alike(config, model, train_loader)
-        self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
+        with self.agreement.explained("giving the model to all processes"):
+            self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
         self.stepper = Stepper(
             self.backend,

@@ -58,6 +58,20 @@ class Agreement:
             engine.bus.subscribe(event, self._beat, sender=engine, phase=Phase.PERSIST, order=LAST)
 
     @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Around collectives outside of a run, for this: where one fails, name the rank that is the cause.
+
+        Raises:
+            PeerFailed: another rank has failed, or does not come.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PeerFailed) or not self.is_shared or not _is_of_a_collective(error):
+                raise
+            raise self.control.explained(error, what) from error
+
+    @contextmanager
     def watched(self) -> Iterator[None]:
         """Around a run: an error of it reaches all ranks, and one of another rank ends it.
 
@@ -127,7 +141,7 @@ class Agreement:
         if isinstance(error, KeyboardInterrupt) and state.stop_reason is not None:
             return error  # raised after the run has ended, in every process
         cause: BaseException = error
-        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _COLLECTIVES):
+        if isinstance(error, RuntimeError) and _is_of_a_collective(error):
             cause = self.control.explained(error, "the gradients of a step")
         board.post(cause, where)
         return cause
@@ -157,3 +171,7 @@ class Agreement:
             engine.fire(Events.PREEMPTED, Preempted(signal=stop.signal, rank=stop.rank), observed=True)
         whose = "" if stop.rank == here else f"rank {stop.rank}: "
         Engine.terminate(engine, stop.skip_completed, reason=whose + stop.reason, observed=stop.observed)
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    return any(word in str(error).lower() for word in _COLLECTIVES)

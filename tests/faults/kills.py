@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ class MortalOs:
 
     CALLS = ("open", "write", "fsync", "rename", "replace", "close", "mkdir", "unlink", "rmdir")
 
-    def __init__(self, calls: int) -> None:
-        self._left = calls
+    def __init__(self, calls: int, die: Callable[[], object] = lambda: os.killpg(0, signal.SIGKILL)) -> None:
+        self._left, self._die = calls, die
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -63,7 +64,7 @@ class MortalOs:
         def call(*arguments: Any, **options: Any) -> Any:
             self._left -= 1
             if self._left < 0:
-                os.killpg(0, signal.SIGKILL)
+                self._die()
             return real(*arguments, **options)
 
         return call

@@ -40,3 +40,15 @@ def test_kills_change_nothing_in_the_result_and_no_claim_about_it_is_false(name:
     assert tally["kills"] == tally["by_victim"][name] == 8
     assert tally["inside_saves"] + tally["inside_rewinds"] > 0
     assert tally["runs"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks its victims")
+def test_killed_ranks_damage_nothing_and_resume_bit_for_bit():
+    command = [sys.executable, "-m", "tests.faults.rank_kills", "--kills", "12", "--seed", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode in (0, 1), done.stderr
+    tally = json.loads(done.stdout)
+    assert tally["faults"] == []
+    assert tally["kills"] >= 12
+    assert min(tally["kills_of_rank"]) > 0
+    assert tally["longest_wait"] < 15

@@ -1,0 +1,208 @@
+"""Kills random ranks of runs of two processes, resumes them, and compares each with a run that was never killed.
+
+    python -m tests.faults.rank_kills --kills 100
+
+Half of the kills come at a random moment of a random rank, half at a random call to the operating system inside a save
+of the main one. In most attempts the other rank is killed shortly after; in the others it has to end by itself, within
+15 s. Each run is compared with the whole one by the bits of its weights, its checkpoints are checked for damage, and
+the logs of both ranks for damage and for differences between them. Prints what was done as JSON; exits with 1 at the
+first fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from pulsetrain import Trainer
+from pulsetrain.engine import Every
+from pulsetrain.engine.checkpoint import CheckpointManager, disk
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.diff.ranks import diff_ranks
+from pulsetrain.handlers import EMA, Checkpointer, EventRecorder, Fingerprints
+from tests.faults.kills import MortalOs
+from tests.support.models import pairs
+from tests.support.ranks import Ended, in_processes
+from tests.support.runs_of_ranks import make
+
+EPOCHS, ROWS, BATCH = 6, 34, 4  # 54 iterations
+LENGTH = 1.2  # seconds of a run, about
+CALLS = 250  # that the saves of a run make at most, and more
+LEAVES = 0.15  # of the attempts in which the other rank is left to itself
+WAIT = 15.0  # seconds that it has
+
+
+@dataclass
+class Done:
+    """What was done."""
+
+    runs: int = 0
+    kills: int = 0
+    kills_of_rank: tuple[int, int] = (0, 0)
+    kills_in_saves: int = 0
+    left_alone: int = 0
+    finished_before: int = 0  # attempts that ended before they were killed
+    longest_wait: float = 0.0  # seconds until a rank that was left alone had ended
+
+
+def victim(folder: Path) -> Trainer:
+    """A run whose steps draw random numbers, and which saves at each fourth iteration."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    handlers = [
+        Checkpointer(folder, every=Every(iterations=4), keep_last=3),
+        EventRecorder(folder),
+        EMA(decay=0.9),
+        Fingerprints(Every(iterations=6)),
+    ]
+    return make(
+        model,
+        DataLoader(pairs(ROWS), BATCH, shuffle=True),
+        *handlers,
+        max_epochs=EPOCHS,
+        optimizer="adamw",
+        learning_rate=1e-2,
+        accumulate=2,
+        clip_grad_norm=1.0,
+    )
+
+
+def bits(made: Trainer) -> list[bytes]:
+    """The weights."""
+    return [each.detach().numpy().tobytes() for each in made.model.parameters()]
+
+
+def attempt(folder: Path, dice: random.Random, done: Done) -> list[Ended]:
+    """One attempt to finish the run, in which a rank may be killed."""
+    who, in_save, left = dice.randrange(2), dice.random() < 0.5, dice.random() < LEAVES
+    who = 0 if in_save else who
+    delay, calls = dice.uniform(0.05, LENGTH), dice.randrange(1, CALLS)
+    died = folder.parent / "died"
+    died.unlink(missing_ok=True)
+
+    def die() -> None:
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def follow() -> None:
+        while not died.exists():
+            time.sleep(0.01)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(rank: int) -> Any:
+        watches: Callable[[], None] | None = None
+        if rank == who and not in_save:
+            threading.Timer(delay, die).start()
+        elif rank == who:
+            disk.os = MortalOs(calls, die)  # type: ignore[assignment]
+        elif not left:
+            watches = follow
+        if watches is not None:
+            threading.Thread(target=watches, daemon=True).start()
+        made = victim(folder)
+        with structlog.testing.capture_logs():
+            made.train(resume="latest")
+        return bits(made)
+
+    begun = time.monotonic()
+    ended = in_processes(body, limit=LENGTH * 10 + WAIT + 10)
+    if ended[who].status == -signal.SIGKILL:
+        done.kills += 1
+        done.kills_in_saves += in_save
+        done.kills_of_rank = (done.kills_of_rank[0] + (who == 0), done.kills_of_rank[1] + (who == 1))
+        if left:
+            done.left_alone += 1
+            done.longest_wait = max(done.longest_wait, time.monotonic() - begun)
+    elif not any(each.error for each in ended):
+        done.finished_before += 1
+    return ended
+
+
+def faults(folder: Path, ended: list[Ended], expected: list[bytes]) -> list[str]:
+    """What is wrong with a run that has been finished."""
+    found = [f"rank {rank}: other weights" for rank, each in enumerate(ended) if each.value != expected]
+    manager = CheckpointManager(folder / "checkpoints")
+    if not manager.valid():
+        found.append("no valid checkpoint")
+    for rank in (0, 1):
+        found += [f"log of rank {rank}: {each}" for each in EventLog(folder, rank).verify()]
+    difference = diff_ranks(folder)
+    return [*found, str(difference)] if difference else found
+
+
+def damaged(folder: Path) -> list[str]:
+    """Checkpoints of a killed run that are there and not valid."""
+    checkpoints = folder / "checkpoints"
+    if not checkpoints.is_dir():
+        return []
+    valid = {each.name for each in CheckpointManager(checkpoints).valid()}
+    present = {each.name for each in checkpoints.iterdir() if each.name[0].isdigit()}
+    return sorted(present - valid)
+
+
+def kill_and_resume(kills: int, seed: int, memory: Path) -> tuple[Done, list[str]]:
+    """Until so many ranks were killed, or something is wrong."""
+    dice, done = random.Random(seed), Done()
+    whole = memory / "whole"
+    (first, second) = in_processes(lambda rank: bits_of_run(whole))
+    assert first.error == second.error == "", first.error + second.error
+    while done.kills < kills:
+        folder = memory / f"run-{done.runs}" / "run"
+        folder.mkdir(parents=True)
+        done.runs += 1
+        while True:
+            ended = attempt(folder, dice, done)
+            if (broken := damaged(folder)) != []:
+                return done, [f"damaged: {broken}"]
+            if not any(each.error or each.status for each in ended):
+                break
+            failed = [each.error for each in ended if each.status not in (0, -signal.SIGKILL)]
+            strange = [error for error in failed if "PeerFailed" not in error]
+            if strange:
+                return done, strange
+        if wrong := faults(folder, ended, first.value):
+            return done, wrong
+        shutil.rmtree(folder.parent)
+    return done, []
+
+
+def bits_of_run(folder: Path) -> list[bytes]:
+    """The weights of a run that nobody kills."""
+    made = victim(folder)
+    made.train()
+    return bits(made)
+
+
+def main() -> int:
+    """Kill, and print what was done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as memory:
+        done, wrong = kill_and_resume(options.kills, options.seed, Path(memory))
+    print(json.dumps({**asdict(done), "seconds": round(time.monotonic() - begun), "faults": wrong}, indent=2))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
