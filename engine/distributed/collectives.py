@@ -68,18 +68,37 @@ class ControlGroup:
         """
         if self._group is None:
             return list(values)
-        found: list[float] = []
-        for start in range(0, max(len(values), 1), _WIDTH):
-            part = values[start : start + _WIDTH]
-            # of one size, with what it is for: ranks that have come to different places get an error, not a crash
-            vector = torch.zeros(1 + _WIDTH, dtype=torch.float64)
-            vector[0] = tag = zlib.crc32(what.encode())
-            vector[1 : 1 + len(part)] = torch.tensor(part, dtype=torch.float64)
-            self._meet(what, partial(torch.distributed.all_reduce, vector, group=self._group))
-            if vector[0].item() != float(tag) * self.ranks.world_size:
-                raise self._elsewhere(what)
-            found += vector[1 : 1 + len(part)].tolist()
-        return found
+        starts = range(0, max(len(values), 1), _WIDTH)
+        return [sum for at in starts for sum in self.start_sum(values[at : at + _WIDTH], what)()]
+
+    def start_sum(self, values: Sequence[float], what: str = "a sum") -> Callable[[], list[float]]:
+        """Begin to add up, as `sum` does; calling the result waits for it and may be repeated.
+
+        Until it has been called, no other collective may begin on this group.
+
+        Args:
+            values: as many on every rank, 63 at most.
+            what: they are for, in an error.
+        """
+        if self._group is None:
+            return lambda: list(values)
+        # of one size, with what it is for: ranks that have come to different places get an error, not a crash
+        vector = torch.zeros(1 + _WIDTH, dtype=torch.float64)
+        vector[0] = tag = zlib.crc32(what.encode())
+        vector[1 : 1 + len(values)] = torch.tensor(values, dtype=torch.float64)
+        begun: list[torch.distributed.Work] = []
+        start = partial(torch.distributed.all_reduce, vector, group=self._group, async_op=True)
+        self._meet(what, lambda: begun.append(start()))
+
+        def wait() -> list[float]:
+            if begun:
+                self._explain(what, begun[0].wait)
+                begun.clear()
+                if vector[0].item() != float(tag) * self.ranks.world_size:
+                    raise self._elsewhere(what)
+            return vector[1 : 1 + len(values)].tolist()
+
+        return wait
 
     def gather(self, value: T) -> list[T]:
         """The value of each rank, in their order; values have to be picklable."""
@@ -165,10 +184,18 @@ class ControlGroup:
 
     def _meet(self, what: str, run: Callable[[], object]) -> None:
         self.calls += 1
+        self._explain(what, lambda: self._note(what), run)
+
+    def _note(self, what: str) -> None:
+        """For the others: to which collective this rank has come."""
+        assert self._store is not None
+        self._store.set(_key(self.ranks.rank), f"{self.calls} {what}")
+
+    def _explain(self, what: str, *steps: Callable[[], object]) -> None:
+        """Do these steps; an error gets its cause."""
         try:
-            assert self._store is not None
-            self._store.set(_key(self.ranks.rank), f"{self.calls} {what}")
-            run()
+            for step in steps:
+                step()
         except RuntimeError as error:
             explained = self.explained(error, what)
             if explained is error:

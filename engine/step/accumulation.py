@@ -104,6 +104,10 @@ class Accumulation:
     Sizes may be tensors of shape () on a device, such as a count of targets that are not ignored: nothing waits for
     them.
 
+    Args:
+        rule: how many batches make an update.
+        weighs_each: also if it is one: a batch is weighed before its size is known exactly.
+
     >>> accumulation = Accumulation(Accumulate(batches=2))
     >>> weights = []
     >>> for size in (3, 5):
@@ -114,9 +118,9 @@ class Accumulation:
     (True, [0.375, 0.625])
     """
 
-    def __init__(self, rule: Accumulate) -> None:
+    def __init__(self, rule: Accumulate, *, weighs_each: bool = False) -> None:
         self.rule = rule
-        self._single = rule.batches == 1  # the usual case, and no arithmetic for it
+        self._single = rule.batches == 1 and not weighs_each  # the usual case, and no arithmetic for it
         self.reset()
 
     def reset(self) -> None:
@@ -129,7 +133,7 @@ class Accumulation:
     @property
     def nothing_waits(self) -> bool:
         """Whether the next batch makes an update by itself."""
-        return self._single and not self.batches
+        return self.rule.batches == 1 and not self.batches
 
     def weigh(self, size: Size, tokens: int, update: int) -> Size:
         """The factor for the next batch's mean loss.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pulsetrain.engine.data import rng
@@ -9,23 +10,50 @@ from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.state.data_cursor import DataCursor
 
-__all__ = ["RankShare", "Share"]
+__all__ = ["RankShare", "Share", "Totals"]
 
 
-class Share(NamedTuple):
-    """A rank's part of a global batch."""
+class Totals(NamedTuple):
+    """A global batch, the same on every rank."""
 
-    weight: float  # its size over an even share; 0 for a rank that computes a sample of another one, and counts nothing
-    size: float  # of an even share, the same on every rank
-    samples: int  # of the global batch
-    tokens: int  # likewise
+    size: float  # of an even share: what its loss is a mean over, divided by the number of ranks
+    samples: int
+    tokens: int
+
+
+class Share:
+    """A rank's part of a global batch, whose totals may still be added up.
+
+    Args:
+        size: of the rank's part; 0 for a rank that computes a sample of another one, and counts nothing.
+        expected: of an even share, above 0: what the last batch had, or exactly this one's. The same on every rank.
+        totals: waits for the totals.
+        is_exact: whether the totals are known to be as expected, so that nothing has to be waited for.
+    """
+
+    def __init__(self, size: float, expected: float, totals: Callable[[], Totals], *, is_exact: bool) -> None:
+        self.size, self.expected, self.is_exact = size, expected, is_exact
+        self._wait = totals
+        self._totals: Totals | None = None
+
+    @property
+    def weight(self) -> float:
+        """Its size over the expected one."""
+        return self.size / self.expected
+
+    @property
+    def totals(self) -> Totals:
+        """Those of the global batch; the first reading may wait for the other ranks."""
+        if self._totals is None:
+            self._totals = self._wait()
+        return self._totals
 
 
 class RankShare:
     """Weighs the batches of a rank, and keys its random numbers.
 
     The losses that a batch is a mean over are counted by arithmetic where the data's order is known and every sample
-    counts alike. Otherwise the ranks add their numbers up, once a batch.
+    counts alike. Otherwise the ranks add their numbers up, once a batch, while they compute it.
 
     Args:
         control: joins the ranks.
@@ -35,6 +63,7 @@ class RankShare:
     def __init__(self, control: ControlGroup, data: DataCursor) -> None:
         self._control, self._data = control, data
         self._adds_up: bool | None = None  # whether the ranks add their numbers up; agreed at the first batch
+        self._expected = 0.0  # size of an even share of the last batch; 0 if none is known
 
     def of(self, batch: TrainingBatch, iteration: int) -> Share:
         """This rank's share of the global batch of an iteration; every rank asks at the same time."""
@@ -44,11 +73,19 @@ class RankShare:
             counts = known is None or batch.weight is not None or batch.tokens > 0
             self._adds_up = self._control.sum([counts], "the first batch")[0] > 0
         if known is not None and not self._adds_up:
-            return Share(own / known[1], known[1], round(known[1] * world), 0)
+            totals = Totals(known[1], round(known[1] * world), 0)
+            return Share(own, known[1], lambda: totals, is_exact=True)
         mine = [float(batch.size), batch.samples, batch.tokens] if own else [0.0, 0, 0]
-        size, samples, tokens = self._control.sum(mine, f"the batch of iteration {iteration}")
-        even = size / world
-        return Share(mine[0] / even if even else 0.0, even, round(samples), round(tokens))
+        sums = self._control.start_sum(mine, f"the batch of iteration {iteration}")
+        if not self._expected:
+            self._read(sums)
+        return Share(mine[0], self._expected or 1.0, lambda: self._read(sums), is_exact=False)
+
+    def _read(self, sums: Callable[[], Sequence[float]]) -> Totals:
+        size, samples, tokens = sums()
+        even = size / self._control.ranks.world_size
+        self._expected = even or self._expected
+        return Totals(even, round(samples), round(tokens))
 
     def seed_generators(self, iteration: int) -> None:
         """Draw what this step draws, for dropout and the like, from a stream of this rank and iteration.

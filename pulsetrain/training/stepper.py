@@ -82,7 +82,7 @@ class Stepper:
     ) -> None:
         self.backend, self.strategy, self.store = backend, strategy, store
         self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
-        self.accumulation = Accumulation(accumulate)
+        self.accumulation = Accumulation(accumulate, weighs_each=ranks is not None)
         self.ranks = ranks
         self._share: Share | None = None  # of the current batch in its global one; None where there is one process
         self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time
@@ -119,12 +119,12 @@ class Stepper:
                 self._ready.live
                 or (self.clip_grad_norm is not None and self._ready.connected)  # clipping measures what one records
                 or not self.accumulation.nothing_waits
-                or (self._share is not None and self._share.weight != 1.0)
+                or not (self._share is None or (self._share.is_exact and self._share.weight == 1.0))
             ):
                 result = self._step_in_parts(engine, prepared, strategy)
             else:
                 result = self._whole_step(engine, prepared, strategy)
-            counted = prepared if self._share is None else self._share
+            counted = prepared if self._share is None else self._share.totals
             state.samples += counted.samples
             state.tokens += counted.tokens
         except BaseException:  # a part of this batch's gradients may be among those that wait
@@ -139,7 +139,7 @@ class Stepper:
     @property
     def counts(self) -> bool:
         """Whether the last batch counts; it does not if this rank had no sample of the global batch."""
-        return self._share is None or self._share.weight > 0.0
+        return self._share is None or self._share.size > 0
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -285,27 +285,32 @@ class Stepper:
     def _step_in_parts(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
         """Add the batch's gradients up, and make an update when it is time for one."""
         store, accumulation, update = self.store, self.accumulation, engine.state.update
-        size, tokens, weight = self._weighed(batch)
-        scale = accumulation.weigh(size, tokens, update) * weight
+        size, weight = self._expected(batch)
+        scale = accumulation.weigh(size, batch.tokens, update) * weight
         gradients = self.backend.forward_backward(store.state, batch, strategy, scale, store.waiting)
         store.hold(gradients)
-        if accumulation.add(size, tokens, update):
+        if accumulation.add(*self._counted(batch), update):
             self._update(engine, gradients, accumulation.close())
         return TrainingResult({"loss": self.backend.to_torch(gradients.loss)})
 
-    def _weighed(self, batch: TrainingBatch) -> tuple[int | float | Tensor, int, float]:
-        """What the batch's loss is a mean over and its tokens, the same on every rank, and the rank's weight in it."""
-        share = self._share
-        return (batch.size, batch.tokens, 1.0) if share is None else (share.size, share.tokens, share.weight)
+    def _expected(self, batch: TrainingBatch) -> tuple[int | float | Tensor, float]:
+        """What the batch's loss is a mean over, as far as it is known, and the rank's weight in it."""
+        return (batch.size, 1.0) if self._share is None else (self._share.expected, self._share.weight)
+
+    def _counted(self, batch: TrainingBatch) -> tuple[int | float | Tensor, int]:
+        """What the batch's loss is a mean over, and its tokens: the same on every rank."""
+        return (
+            (batch.size, batch.tokens) if self._share is None else (self._share.totals.size, self._share.totals.tokens)
+        )
 
     def _alternate(self, engine: Engine, batch: TrainingBatch, optimizers: NamedOptimizers) -> TrainingResult:
         """Each of the strategy's losses with its own optimizer; the result has their sum, and each by its name."""
         accumulation, place = self.accumulation, f"{type(self.strategy).__name__}.compute_losses"
         backend, strategy = cast(InPlaceBackend, self.backend), cast(AlternatingStrategy, self.strategy)
-        size, tokens, weight = self._weighed(batch)
-        scale = accumulation.weigh(size, tokens, engine.state.update) * weight
+        size, weight = self._expected(batch)
+        scale = accumulation.weigh(size, batch.tokens, engine.state.update) * weight
         correction = None
-        if accumulation.add(size, tokens, engine.state.update):
+        if accumulation.add(*self._counted(batch), engine.state.update):
             correction = accumulation.close()
         found: dict[str, Tensor] = {}
         for name, loss in backend.losses(self.store.state, batch, strategy):
