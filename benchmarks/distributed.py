@@ -6,8 +6,8 @@ Both train the byte-level GPT of examples/byte_lm on the CPU with gloo, one thre
 by turns: a round is a run of ITERATIONS iterations of each, of which the first ones warm up. The hand-written loop
 shares each global batch out, averages the gradients by DistributedDataParallel, and adds its losses up every LOG
 iterations. A figure is the median over the rounds of the ratio of both in the same round. "Nothing computed" is a model
-of one number, whose samples all count alike. The losses of the GPT are means over bytes, which the processes have to add
-up for each batch; that overlaps with the computation.
+of one number, whose samples all count alike. The losses of the GPT are means over bytes, which the processes have to
+add up for each batch; that overlaps with the computation.
 """
 
 from __future__ import annotations

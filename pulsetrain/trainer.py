@@ -21,7 +21,8 @@ from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.joining import join
-from pulsetrain.engine.distributed.ranks import check_shared, ranks
+from pulsetrain.engine.distributed.ranks import check_shared, is_sharded, ranks
+from pulsetrain.engine.distributed.shards import gathered
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -215,7 +216,7 @@ class Trainer(Engine):
         self.driver.attach(self)
         self.agreement.attach(self, self.stepper)
         for handler in self.handlers:
-            if ranks().is_main or not writes_for_all(handler):
+            if ranks().is_main or not writes_for_all(handler, self.model):
                 handler.attach(self)
         self.callbacks.attach(self)
         self.registry.remember()
@@ -398,9 +399,11 @@ class Trainer(Engine):
         """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys.
 
         Weights and waiting gradients are the live tensors, not copies: write or copy them before training continues.
+        If the model is sharded, all processes have to call this: the main one gets whole tensors, the others none.
         """
         with reading_once(self.model):
-            return self.resumer.state.state_dict()
+            state = self.resumer.state.state_dict()
+        return gathered(state) if is_sharded(self.model) else state
 
     def files_to_sync(self) -> list[Path]:
         """Files that the run's handlers have written and that a checkpoint counts on, such as the event log."""

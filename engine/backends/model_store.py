@@ -19,6 +19,7 @@ from pulsetrain.engine.backends.module_view import version_of
 from pulsetrain.engine.backends.value_states import rate_of, with_buffers
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.distributed.parallelize import DataParallelModule, without_wrapper
+from pulsetrain.engine.distributed.shards import sharded_like
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, ModuleView, ValueBackend
@@ -66,7 +67,8 @@ class InPlaceStore(ModelStore):
     def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
         def put_back() -> None:
             for name, parameter in self.module.named_parameters():
-                parameter.grad = saved[name].to(parameter.device) if name in saved else None
+                found = saved[name].to(parameter.device) if name in saved else None
+                parameter.grad = sharded_like(found, parameter)
 
         return put_back
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
-from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.distributed.shards import point_at, shard_module
+from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from pulsetrain.engine.step.protocols import (
@@ -42,6 +44,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         compile: run the model through torch.compile.
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass instead
             of kept, as "blocks.*"; None leaves it to the configuration.
+        topology: how several processes share the model out; by default each has a copy of it.
         functional: compute with values, by torch.func.
 
     Raises:
@@ -65,6 +68,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         gradient_scale: float = 65536.0,
         compile: bool = False,
         activation_checkpointing: str | None = None,
+        topology: Topology | None = None,
         functional: bool = False,
     ) -> Any:
         if not functional or cls is not TorchBackend:
@@ -75,6 +79,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             gradient_scale=gradient_scale,
             compile=compile,
             activation_checkpointing=activation_checkpointing,
+            topology=topology,
         )
 
     def _configure(self, settings: BackendSettings) -> None:
@@ -90,7 +95,19 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The module on the device, and the optimizer over its parameters."""
         module = self.module_to_device(model)
+        count = ranks().world_size
+        if self.topology.is_sharded(count) and not is_sharded(module):
+            self._shard(module, optimizer)
         return InPlaceStore(self, module, optimizer.build(module))
+
+    def _shard(self, module: nn.Module, optimizer: OptimizerRequest) -> None:
+        """Split the module over the processes, and point optimizers at the shards that the user has made before."""
+        whole = dict(module.named_parameters(remove_duplicate=False))
+        shard_module(module, self.topology, self.device)
+        shards = dict(module.named_parameters(remove_duplicate=False))
+        given = optimizer.chosen.values() if isinstance(optimizer.chosen, Mapping) else [optimizer.chosen]
+        made = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+        point_at(made, {each: shards[name] for name, each in whole.items()})
 
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:
         """The module and its optimizer themselves."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.step.activations import recompute_activations
 from pulsetrain.engine.step.model_call import call
@@ -54,8 +55,10 @@ class TorchComputation:
         gradient_scale: float = 65536.0,
         compile: bool = False,
         activation_checkpointing: str | None = None,
+        topology: Topology | None = None,
         functional: bool = False,
     ) -> None:
+        self.topology = topology or Topology()
         self.requested_device = device
         self.requested_precision = precision
         self.gradient_scale = gradient_scale

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad_and_value
 from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.module_view import TensorsView
 from pulsetrain.engine.backends.torch_computation import TorchComputation, no_gradient
+from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional import create_functional
 from pulsetrain.engine.optimizers.groups import decay_rule, trainable_of
@@ -42,6 +43,7 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
             "precision": "fp16" if self.scaler is not None else None,
             "compile": self.compile or None,
             "activation_checkpointing": self.activation_checkpointing,
+            "topology": None if self.topology == Topology() else self.topology,
         }
         for setting, value in in_place.items():
             if value is not None:

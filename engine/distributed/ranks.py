@@ -21,7 +21,16 @@ from torch.utils.data import (
 
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Ranks", "agreed", "check_shared", "gives_all_ranks_the_same", "is_sharded", "is_shared", "ranks"]
+__all__ = [
+    "Ranks",
+    "agreed",
+    "check_shared",
+    "gives_all_ranks_the_same",
+    "is_fully_sharded",
+    "is_sharded",
+    "is_shared",
+    "ranks",
+]
 
 
 class Ranks(NamedTuple):
@@ -68,10 +77,11 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
         return
     parts = list(model.values()) if isinstance(model, Mapping) else [model]
     for part in parts:
-        if is_sharded(part):
+        if is_sharded(part) and not (wraps and part is model and is_fully_sharded(part)):
             rule = (
-                "sharded models are not supported yet: rank 0 of {world_size} would save its own shard alone; wrap the "
-                "model in torch.nn.parallel.DistributedDataParallel, or start one process"
+                "one that is sharded, other than as a whole by fully_shard, is not supported: rank 0 of {world_size} "
+                "would save its own shard alone; pass the plain model and parallel=Topology(shard=...), or wrap it in "
+                "torch.nn.parallel.DistributedDataParallel"
             )
         elif not isinstance(part, nn.Module):
             rule = (
@@ -133,7 +143,23 @@ def is_shared(model: object) -> bool:
     if not isinstance(model, nn.Module):
         return False
     learns = any(parameter.requires_grad for parameter in model.parameters())
-    return not learns or any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return not learns or wrapped or is_fully_sharded(model)
+
+
+def is_fully_sharded(model: object) -> bool:
+    """Whether the whole module was split up by torch's `fully_shard`, and by nothing else.
+
+    >>> is_fully_sharded(nn.Linear(2, 1))
+    False
+    """
+    if not is_sharded(model):
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    assert isinstance(model, nn.Module)
+    wrapped = (FullyShardedDataParallel, DistributedDataParallel)
+    return isinstance(model, FSDPModule) and not any(isinstance(module, wrapped) for module in model.modules())
 
 
 def is_sharded(model: object) -> bool:

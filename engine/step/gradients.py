@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
+from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm", "scale_grads"]
@@ -56,7 +57,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor |
         raise ConfigurationError("needs a positive number, or no clipping at all", "clip_grad_norm", max_norm=max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = grad_norm(parameters) if norm is None else norm
-    clip_grads_with_norm_(parameters, max_norm, norm)
+    clip_grads_with_norm_(_held(parameters), max_norm, norm)
     return norm
 
 
@@ -70,11 +71,24 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
         raise ConfigurationError(
             "needs a positive number, or no clipping at all", "clip_grad_value", max_value=max_value
         )
-    clip_grad_value_(parameters, max_value)
+    clip_grad_value_(_held(parameters), max_value)
 
 
 def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiplies all gradients in place by the factor, a number or a tensor of shape ()."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)
+
+
+def _held(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters; in place of shards, tensors whose gradients are what this process holds of theirs."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not any(hasattr(each, "to_local") for each in parameters):
+        return parameters
+    held = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            held.append(local(parameter).detach())
+            held[-1].grad = local(parameter.grad)
+    return held

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.distributed.shards import local
+
 __all__ = ["Undo"]
 
 
@@ -68,6 +70,7 @@ class Undo:
         self._steps.append(put_back)
 
     def _remember_tensor(self, tensor: Tensor) -> None:
+        tensor = local(tensor)
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=False)):
             return  # several elements share one place in memory, and torch refuses to write there

@@ -21,7 +21,9 @@ from pulsetrain.engine.checkpoint import (
     location_of,
 )
 from pulsetrain.engine.checkpoint.disk import sync
-from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.joining import join
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
@@ -123,6 +125,7 @@ class Checkpointer(Handler):
         self._background = BackgroundSave(clock) if background else None
         self._interval: SaveInterval | None = None
         self._use: FolderUse | None = None
+        self._control: ControlGroup | None = None  # of processes of which each has a part of the model
 
     def attach(self, engine: Engine) -> Self:
         """Save this trainer's state.
@@ -137,6 +140,9 @@ class Checkpointer(Handler):
                 f"Checkpointer: {type(engine).__name__} has no checkpoint_state(); attach it to a pulsetrain.Trainer, "
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
+        self._control = join() if is_training_run(engine) and is_sharded(engine.model) else None
+        if self._control is not None:
+            self._refuse_what_ranks_cannot_do_together()
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
             self.manager.refuse(None)
@@ -194,7 +200,7 @@ class Checkpointer(Handler):
             RuntimeError: called in the middle of a step.
             RunFolderError: another run owns the folder, such as that of the process that this one was forked from.
         """
-        if not ranks().is_main:
+        if not ranks().is_main and self._control is None:
             return self.manager.target(name or self.name, engine.state.iteration)
         with nullcontext() if self._use is None else self._use.taken():
             self.wait()
@@ -245,6 +251,8 @@ class Checkpointer(Handler):
 
     def _on_started(self, engine: Engine) -> None:
         loaded, self._loaded = self._loaded, False
+        if self._only_takes_part:
+            return
         # a run may also resume from a checkpoint that was saved before the first iteration
         resumes = loaded or engine.state.iteration > 0 or (is_training_run(engine) and engine.is_resuming)
         if not resumes:
@@ -256,7 +264,8 @@ class Checkpointer(Handler):
 
     def _on_loaded(self) -> None:
         self._loaded = True
-        self._point_at_best()
+        if not self._only_takes_part:
+            self._point_at_best()
 
     def _point_at_best(self, *new: str) -> None:
         """Let the manager's pointer follow the ranking; a disk that is full then costs no checkpoint.
@@ -362,7 +371,36 @@ class Checkpointer(Handler):
             when_durable(saved)
             engine.fire(Events.CHECKPOINT_SAVED, saved)
 
-        return self._writer(engine, label, is_best, marked=marked)(engine.checkpoint_state(), announce)
+        write = self._writer(engine, label, is_best, marked=marked)
+        if self._control is None:
+            return write(engine.checkpoint_state(), announce)
+        state = engine.checkpoint_state()  # from all ranks
+        place: Location = self.manager.target(label, engine.state.iteration)
+        failure: OSError | None = None
+        if not self._only_takes_part:
+            try:
+                place = write(state, announce)
+            except OSError as error:
+                failure = error
+        why = self._control.broadcast(None if failure is None else str(failure))
+        if why is not None:  # it fails on all ranks, so that they decide alike afterwards
+            raise failure or OSError(why)
+        return place
+
+    @property
+    def _only_takes_part(self) -> bool:
+        """Whether another process writes what this one gives its part of."""
+        return self._control is not None and not self._control.ranks.is_main
+
+    def _refuse_what_ranks_cannot_do_together(self) -> None:
+        if self.every == "auto" or self.every.seconds is not None:
+            rule = (
+                "the clocks of the processes differ, which save a sharded model together; save by iterations or epochs"
+            )
+            raise ConfigurationError(rule, "Checkpointer", every=self.every)
+        if self._background is not None:
+            rule = "a sharded model is gathered in the foreground; leave it out"
+            raise ConfigurationError(rule, "Checkpointer", background=True)
 
     def _writer(
         self, engine: SavedEngine, label: str, is_best: bool, *, marked: bool = False, background: bool = False

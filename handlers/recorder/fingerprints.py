@@ -17,6 +17,7 @@ from pulsetrain.engine import ConfigurationError, Engine, EventEnum, Events, Eve
 from pulsetrain.engine.arrays import is_array
 from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.data import rng
+from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every
@@ -175,7 +176,7 @@ def _words(bits: Tensor) -> Iterator[Tensor]:
 
 def _bits(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor's values as integers with the same bits; of a sparse tensor, its indices and its values."""
-    tensor = tensor.detach()
+    tensor = local(tensor.detach())
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()
         parts = [tensor.indices(), tensor.values()]

@@ -14,6 +14,7 @@ from pulsetrain.engine import LAST, Backend, CheckpointError, Engine, Events, Ph
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
+from pulsetrain.engine.distributed.shards import sharded_like
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.logs import get_logger
@@ -271,7 +272,8 @@ class ModelPart(OwnedPart[nn.Module]):
                 "continues with those",
                 tensors={name: f"{now} to {saved}".replace("torch.", "") for name, (now, saved) in converted.items()},
             )
-        super().load_state_dict(state)
+        mine = self._owner.state_dict()
+        super().load_state_dict({name: sharded_like(each, mine.get(name)) for name, each in state.items()})
 
 
 class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
@@ -333,7 +335,10 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
             for group in added:
                 self._owner.add_param_group(group)
         own = ("added", "initial_rates")
-        super().load_state_dict({name: value for name, value in state.items() if name not in own})
+        state_of_parameters = self._shards(state["state"])
+        super().load_state_dict(
+            {name: value for name, value in state.items() if name not in own} | {"state": state_of_parameters}
+        )
         loaded, initial = self._rates(), state.get("initial_rates")  # which older checkpoints lack
         self._initial_rates = configured if initial is None else list(initial)
         others = initial is None or configured[: len(initial)] != initial  # groups may be built that were added there
@@ -343,6 +348,16 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
                 checkpoint=loaded,
                 configured=configured,
             )
+
+    def _shards(self, saved: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
+        """This rank's shards of the state, where the parameters are shards."""
+        parameters = [each for group in self._owner.param_groups for each in group["params"]]
+        if not any(hasattr(each, "to_local") for each in parameters):
+            return saved
+        return {
+            index: {name: sharded_like(value, parameters[index]) for name, value in values.items()}
+            for index, values in saved.items()
+        }
 
     def _added(self, state: StateDict) -> list[dict[str, Any]]:
         """The groups that were added when the state was saved, with this model's parameters."""

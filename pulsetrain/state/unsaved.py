@@ -7,6 +7,7 @@ from inspect import get_annotations
 
 from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
+from pulsetrain.engine.distributed.shards import held
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, EventRecorder
 from pulsetrain.state.data_cursor import DataCursor
@@ -159,7 +160,7 @@ class UnsavedState:
         # one at a time: a check may copy numpy's arrays
         for name, part in (("model", run.model), ("optimizer", run.optimizer), ("strategy", run.strategy)):
             if keeps_state(part):
-                plain({name: state_of(name, part)})
+                plain({name: held(state_of(name, part))})
         plain({"validation": {"sets": states_of_sets(run.val_loaders, run.train_loader)}})
         for key, handler in self._registry.stateful().items():
             if package_of(handler) != "pulsetrain":

@@ -13,7 +13,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
 from pulsetrain.engine.argument_checks import check_choice, check_type
 from pulsetrain.engine.data.loaders import can_be_read_once
-from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
@@ -21,11 +21,15 @@ from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import (
+    EMA,
+    SWA,
     Alert,
+    BestModel,
     Checkpointer,
     ConsoleLogger,
     CrashBundle,
     EarlyStopping,
+    GradientMonitor,
     LossSpikeGuard,
     LRFinder,
     LRScheduler,
@@ -49,6 +53,8 @@ __all__ = [
 ]
 
 _OUTPUT = (Alert, Checkpointer, CrashBundle, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
+
+_READS_WEIGHTS = (BestModel, CrashBundle, EMA, GradientMonitor, SampleText, SWA)
 
 
 def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
@@ -78,9 +84,9 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) 
             )
 
 
-def writes_for_all(handler: object) -> bool:
-    """Whether one of the processes that train together saves, logs or draws by it for all."""
-    return isinstance(handler, _OUTPUT)
+def writes_for_all(handler: object, model: nn.Module) -> bool:
+    """Whether one of the processes that train together saves, logs or draws by it for all, without the others."""
+    return isinstance(handler, _OUTPUT) and not (isinstance(handler, Checkpointer) and is_sharded(model))
 
 
 def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
@@ -94,6 +100,13 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
             raise ConfigurationError(
                 f"{type(handler).__name__} cannot be used where several processes train: it would judge each process's "
                 "own losses, or return to a checkpoint in one of them alone; leave it out, or start one process",
+                "Trainer",
+                handlers=[type(handler)],
+            )
+        if is_sharded(model) and isinstance(handler, _READS_WEIGHTS):
+            raise ConfigurationError(
+                f"{type(handler).__name__} does not know models that are sharded: it would need the weights of all "
+                "processes; leave it out, or give each process the whole model",
                 "Trainer",
                 handlers=[type(handler)],
             )

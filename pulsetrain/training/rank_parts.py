@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from pulsetrain.engine.data.loaders import length_of
-from pulsetrain.engine.distributed.ranks import Ranks
+from pulsetrain.engine.distributed.ranks import Ranks, is_sharded
 
 __all__ = ["RankParts"]
 
@@ -42,8 +42,8 @@ class RankParts:
         if self._ranks.world_size == 1 or not self._can_be_shared_out(loader) or not all(map(_is_merged, metrics)):
             return loader
         modules = model.modules() if isinstance(model, nn.Module) else ()
-        if any(isinstance(module, DistributedDataParallel) for module in modules):
-            return loader  # it sends its buffers in each forward pass
+        if any(isinstance(module, DistributedDataParallel) for module in modules) or is_sharded(model):
+            return loader  # it sends its buffers, or gathers its weights, in each forward pass
         assert isinstance(loader, DataLoader)
         before, part = self._made.get(id(loader), (None, None))
         if before is not loader or part is None:

@@ -16,7 +16,7 @@ __all__ = ["RankShare", "Share", "Totals"]
 class Totals(NamedTuple):
     """A global batch, the same on every rank."""
 
-    size: float  # of an even share: what its loss is a mean over, divided by the number of ranks
+    size: float  # what its loss is a mean over
     samples: int
     tokens: int
 
@@ -26,20 +26,23 @@ class Share:
 
     Args:
         size: of the rank's part; 0 for a rank that computes a sample of another one, and counts nothing.
-        expected: of an even share, above 0: what the last batch had, or exactly this one's. The same on every rank.
+        expected: of the global batch, above 0: that of the last one, or exactly this one's. The same on every rank.
         totals: waits for the totals.
+        world: ranks.
         is_exact: whether the totals are known to be as expected, so that nothing has to be waited for.
     """
 
-    def __init__(self, size: float, expected: float, totals: Callable[[], Totals], *, is_exact: bool) -> None:
+    def __init__(
+        self, size: float, expected: float, totals: Callable[[], Totals], world: int, *, is_exact: bool
+    ) -> None:
         self.size, self.expected, self.is_exact = size, expected, is_exact
-        self._wait = totals
+        self._wait, self._world = totals, world
         self._totals: Totals | None = None
 
     @property
     def weight(self) -> float:
-        """Its size over the expected one."""
-        return self.size / self.expected
+        """Its size over the expected one of an even share: gradients are averaged over the ranks."""
+        return self.size * self._world / self.expected
 
     @property
     def totals(self) -> Totals:
@@ -63,7 +66,7 @@ class RankShare:
     def __init__(self, control: ControlGroup, data: DataCursor) -> None:
         self._control, self._data = control, data
         self._adds_up: bool | None = None  # whether the ranks add their numbers up; agreed at the first batch
-        self._expected = 0.0  # size of an even share of the last batch; 0 if none is known
+        self._expected = 0.0  # size of the last global batch; 0 if none is known
 
     def of(self, batch: TrainingBatch, iteration: int) -> Share:
         """This rank's share of the global batch of an iteration; every rank asks at the same time."""
@@ -73,19 +76,18 @@ class RankShare:
             counts = known is None or batch.weight is not None or batch.tokens > 0
             self._adds_up = self._control.sum([counts], "the first batch")[0] > 0
         if known is not None and not self._adds_up:
-            totals = Totals(known[1], round(known[1] * world), 0)
-            return Share(own, known[1], lambda: totals, is_exact=True)
+            samples = round(known[1] * world)
+            return Share(own, samples, lambda: Totals(samples, samples, 0), world, is_exact=True)
         mine = [float(batch.size), batch.samples, batch.tokens] if own else [0.0, 0, 0]
         sums = self._control.start_sum(mine, f"the batch of iteration {iteration}")
         if not self._expected:
             self._read(sums)
-        return Share(mine[0], self._expected or 1.0, lambda: self._read(sums), is_exact=False)
+        return Share(mine[0], self._expected or 1.0, lambda: self._read(sums), world, is_exact=False)
 
     def _read(self, sums: Callable[[], Sequence[float]]) -> Totals:
         size, samples, tokens = sums()
-        even = size / self._control.ranks.world_size
-        self._expected = even or self._expected
-        return Totals(even, round(samples), round(tokens))
+        self._expected = size or self._expected
+        return Totals(size, round(samples), round(tokens))
 
     def seed_generators(self, iteration: int) -> None:
         """Draw what this step draws, for dropout and the like, from a stream of this rank and iteration.

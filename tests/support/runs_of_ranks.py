@@ -10,17 +10,29 @@ from torch import nn
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import SupervisedStrategy
 
-__all__ = ["linear", "make"]
+__all__ = ["linear", "make", "make_with"]
 
 
 def make(model: nn.Module, loader: Any, *handlers: Any, val_loader: Any = None, **config: Any) -> Trainer:
-    settings = {"max_epochs": 2, "optimizer": "sgd", "learning_rate": 0.1, "seed": 3, "log_every_n_steps": 1, **config}
+    return make_with(model, loader, val_loader, *handlers, **config)
+
+
+def make_with(
+    model: nn.Module, loader: Any, val_loader: Any, *handlers: Any, backend: Any = None, **config: Any
+) -> Trainer:
+    """By default two epochs with SGD; an optimizer among the settings may be an instance."""
+    optimizer = config.pop("optimizer", "sgd")
+    settings: dict[str, Any] = {"max_epochs": 2, "seed": 3, "log_every_n_steps": 1}
+    if isinstance(optimizer, str):
+        settings |= {"optimizer": optimizer, "learning_rate": 0.1}
     return Trainer(
         model,
         loader,
         val_loader,
         strategy=SupervisedStrategy("mse"),
-        config=TrainingConfig(**settings),
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+        backend=backend,
+        config=TrainingConfig(**{**settings, **config}),
         handlers=list(handlers),
     )
 

@@ -1,0 +1,133 @@
+"""Models that are split over the processes (FSDP2): splitting one up, and its tensors as whole ones and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["gathered", "held", "local", "point_at", "shard_module", "sharded_like"]
+
+
+def shard_module(module: nn.Module, topology: Topology, device: torch.device) -> None:
+    """Split a module's weights over the processes, in place; all of them call this.
+
+    All begin with the values of rank 0. Each child of a ModuleList or Sequential that has parameters is gathered by
+    itself when it computes, and what remains of the module together.
+
+    Args:
+        module: on its device, the same on all ranks but for its values.
+        topology: how many parts, and in which types they compute.
+        device: of the module.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            torch.distributed.broadcast(tensor.detach(), src=0)
+    options: dict[str, Any] = {
+        "mesh": topology.mesh(device),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_dtype(topology.param_dtype), reduce_dtype=_dtype(topology.reduce_dtype)
+        ),
+    }
+    if topology.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    for block in _blocks(module):
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+
+
+def point_at(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[Tensor, Tensor]) -> None:
+    """Let optimizers that were made over whole parameters update their shards.
+
+    Args:
+        optimizers: without any state yet.
+        parameters: whole -> sharded.
+
+    Raises:
+        ConfigurationError: one has made updates already.
+    """
+    for optimizer in optimizers:
+        if optimizer.state:
+            raise ConfigurationError(
+                "it has made updates, whose state belongs to the whole parameters; pass a new one, or its name",
+                "Trainer",
+                optimizer=type(optimizer),
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [parameters.get(each, each) for each in group["params"]]
+
+
+def gathered(value: Any) -> Any:
+    """The value with every shard as a whole tensor on the host, in the main process; in the others, without them.
+
+    All ranks call this with values of the same structure: each shard is gathered in its turn.
+    """
+
+    def whole(shard: Any) -> Tensor | None:
+        tensor: Tensor = shard.detach().full_tensor()
+        return tensor.cpu() if ranks().is_main else None
+
+    return _with_shards(value, whole)
+
+
+def held(value: Any) -> Any:
+    """The value with what this process has of each shard in its place; nothing is communicated."""
+    return _with_shards(value, local)
+
+
+def _with_shards(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if _is_shard(value):
+        return convert(value)
+    if isinstance(value, Mapping):
+        return {key: _with_shards(each, convert) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_shards(each, convert) for each in value)
+    return value
+
+
+def sharded_like(value: Any, like: Any) -> Any:
+    """This rank's shard of a whole tensor, as that of another one is; nothing is communicated.
+
+    Anything else is returned as it is: a shard, a number, or where `like` is whole.
+    """
+    if not _is_shard(like) or not isinstance(value, Tensor) or _is_shard(value) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: its shard, or the tensor itself.
+
+    >>> local(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return tensor.to_local() if _is_shard(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _is_shard(value: object) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, "to_local")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The children of lists and sequences; of nested ones, the inner ones first."""
+    found: list[nn.Module] = []
+    for each in module.modules():
+        if isinstance(each, (nn.ModuleList, nn.Sequential)):
+            found += [child for child in each if not isinstance(child, nn.ModuleList)]
+    blocks = [each for each in dict.fromkeys(found) if each is not module and any(True for _ in each.parameters())]
+    return blocks[::-1]

@@ -1,0 +1,102 @@
+"""How the processes share one model out: copies of it, shards of it, or copies of shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pulsetrain.engine.argument_checks import check_bool, is_whole
+from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Topology"]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A mesh of processes: `replicate` copies of the model, each in `shard` parts.
+
+    With `shard=1` every process has the whole model (DistributedDataParallel). With more, weights, gradients and the
+    optimizer's state are split over the processes, and gathered layer by layer while they compute (FSDP2).
+
+    Args:
+        replicate: copies; -1: as many as there are processes for.
+        shard: processes that share one copy; -1: all that are left.
+        param_dtype: sharded models compute in this type, "bfloat16" or "float16", and keep their weights in the one
+            that they have; None: in that one.
+        reduce_dtype: the type in which sharded gradients are averaged; None: the type they have.
+        offload: keep the shards in the memory of the host.
+
+    Raises:
+        ConfigurationError: a number is neither positive nor -1, both are -1, or a type is unknown.
+
+    >>> Topology(shard=2).sizes(8), Topology().sizes(8)
+    ((4, 2), (8, 1))
+    """
+
+    replicate: int = -1
+    shard: int = 1
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("replicate", "shard"):
+            value = getattr(self, name)
+            if not is_whole(value) or (value < 1 and value != -1):
+                raise ConfigurationError("needs a whole number of at least 1, or -1", "Topology", **{name: value})
+        if self.replicate == self.shard == -1:
+            raise ConfigurationError("-1 is what is left; give one of the two", "Topology", replicate=-1, shard=-1)
+        for name in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in _DTYPES:
+                raise ConfigurationError(f"needs one of {', '.join(_DTYPES)}, or None", "Topology", **{name: value})
+        check_bool("Topology", "offload", self.offload)
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """How many copies there are, and in how many parts each.
+
+        Raises:
+            ConfigurationError: so many processes do not fit.
+        """
+        known = max(self.replicate, 1) * max(self.shard, 1)
+        fits = world_size % known == 0 if -1 in (self.replicate, self.shard) else world_size == known
+        if not fits:
+            raise ConfigurationError(
+                f"does not fit {world_size} process{'' if world_size == 1 else 'es'}: start {_wanted(self, known)}, or "
+                "change the topology",
+                "Topology",
+                replicate=self.replicate,
+                shard=self.shard,
+            )
+        replicate = world_size // known if self.replicate == -1 else self.replicate
+        return replicate, world_size // replicate
+
+    def is_sharded(self, world_size: int) -> bool:
+        """Whether so many processes split the model up."""
+        return self.sizes(world_size)[1] > 1
+
+    def mesh(self, device: str | torch.device) -> DeviceMesh:
+        """The mesh over all processes, for a kind of device; its dimensions are "replicate", if needed, and "shard".
+
+        Raises:
+            ConfigurationError: the processes do not fit.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        replicate, shard = self.sizes(ranks().world_size)
+        kind = torch.device(device).type
+        if replicate == 1:
+            return init_device_mesh(kind, (shard,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _wanted(topology: Topology, known: int) -> str:
+    return f"a multiple of {known}" if -1 in (topology.replicate, topology.shard) else str(known)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.engine.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "sizes"),
+    [
+        ({}, 1, (1, 1)),
+        ({}, 4, (4, 1)),
+        ({"shard": 2}, 2, (1, 2)),
+        ({"shard": 2}, 8, (4, 2)),
+        ({"replicate": 1, "shard": -1}, 4, (1, 4)),
+        ({"replicate": 2, "shard": -1}, 8, (2, 4)),
+        ({"replicate": 2, "shard": 2}, 4, (2, 2)),
+    ],
+)
+def test_the_processes_are_divided_up(given: dict[str, Any], world: int, sizes: tuple[int, int]):
+    assert Topology(**given).sizes(world) == sizes
+    assert Topology(**given).is_sharded(world) == (sizes[1] > 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "said"),
+    [
+        ({"shard": 2}, 1, r"Topology\(replicate=-1, shard=2\): does not fit 1 process: start a multiple of 2"),
+        ({"shard": 3}, 2, r"does not fit 2 processes: start a multiple of 3"),
+        ({"replicate": 2, "shard": 2}, 8, r"does not fit 8 processes: start 4"),
+        ({"replicate": 4, "shard": -1}, 2, r"does not fit 2 processes: start a multiple of 4"),
+    ],
+)
+def test_processes_that_do_not_fit_are_refused(given: dict[str, Any], world: int, said: str):
+    with pytest.raises(ConfigurationError, match=said):
+        Topology(**given).sizes(world)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"shard": 0}, {"replicate": -2}, {"shard": 1.5}, {"shard": True}, {"replicate": -1, "shard": -1},
+        {"param_dtype": "float8"}, {"offload": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_topology_is_refused(given: dict[str, Any]):
+    with pytest.raises(ConfigurationError, match="Topology"):
+        Topology(**given)
