@@ -20,7 +20,7 @@ from pulsetrain.engine.errors import PeerFailed
 
 __all__ = ["Failure", "FailureBoard", "Warden"]
 
-_FIRST, _READ, _ALIVE = "failure/first", "failure/read/", "alive/"
+_FIRST, _READ, _ALIVE, _DONE = "failure/first", "failure/read/", "alive/", "done/"
 _READING = 3.0  # seconds that the others have for it
 _POLL = 0.05  # seconds
 _LIMIT = 20_000  # characters of a traceback, which a store holds in memory
@@ -81,7 +81,21 @@ class FailureBoard:
     def beat(self) -> None:
         """Show that this rank is there; a store that has ended is ignored."""
         with suppress(RuntimeError):
-            self._store.add(f"{_ALIVE}{self._rank}", 1)
+            self._store.add(self._key(f"{_ALIVE}{self._rank}"), 1)
+
+    def leave(self) -> None:
+        """This rank's run has ended: it gives no sign any more."""
+        with suppress(RuntimeError):
+            self._store.set(self._key(f"{_DONE}{self._rank}"), "")
+
+    def beats_of(self, rank: int) -> int | None:
+        """How often a rank has shown that it is there; None if it has left, or has not come yet."""
+        try:
+            if self._store.check([self._key(f"{_DONE}{rank}")]):
+                return None
+            return self._store.add(self._key(f"{_ALIVE}{rank}"), 0) or None
+        except RuntimeError:  # the store has ended
+            return None
 
     def ended(self, ranks: Sequence[int], within: float) -> list[int]:
         """Which of these ranks have not beaten within so many seconds; the host if the store has ended.
@@ -91,12 +105,12 @@ class FailureBoard:
         [1]
         """
         try:
-            before = [self._store.add(f"{_ALIVE}{rank}", 0) for rank in ranks]
+            before = [self._store.add(self._key(f"{_ALIVE}{rank}"), 0) for rank in ranks]
             time.sleep(within)
             return [
                 rank
                 for rank, count in zip(ranks, before, strict=True)
-                if self._store.add(f"{_ALIVE}{rank}", 0) == count
+                if self._store.add(self._key(f"{_ALIVE}{rank}"), 0) == count
             ]
         except RuntimeError:
             return [] if self._host in (None, self._rank) else [self._host]
@@ -130,12 +144,15 @@ class Warden:
     """A thread that looks for the error of another rank, and ends a process that cannot leave by itself.
 
     A rank that waits for one that has failed may wait for long: neither a signal nor an exception reaches the main
-    thread while it is inside a collective.
+    thread while it is inside a collective. Each thread also watches the next rank: one that gives no sign of life has
+    been stopped, or its machine cannot be reached, and nobody else would say so.
 
     Args:
         board: where the error is.
+        next_rank: the one to watch, if any.
         interval: seconds between two looks.
         grace: seconds that this process has for leaving by itself, once another rank has failed.
+        silence: seconds without a sign of the next rank after which it is taken to be frozen.
         leave: ends the process; by default with all stacks on stderr and the status 75.
     """
 
@@ -144,11 +161,14 @@ class Warden:
     def __init__(
         self,
         board: FailureBoard,
+        next_rank: int | None = None,
         interval: float = 1.0,
         grace: float = 10.0,
+        silence: float = 12.0,
         leave: Callable[[Failure], object] | None = None,
     ) -> None:
         self._board, self._interval, self._grace = board, interval, grace
+        self._next, self._silence = next_rank, silence
         self._leave = leave or self._end_process
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pulsetrain-warden", daemon=True)
@@ -160,15 +180,31 @@ class Warden:
     def stop(self) -> None:
         """The run has ended."""
         self._ended.set()
+        self._board.leave()
 
     def _watch(self) -> None:
+        before, looks = None, 0  # the next rank's beats, and looks since they changed
         while not self._ended.wait(self._interval):
             self._board.beat()
+            beats = None if self._next is None else self._board.beats_of(self._next)
+            before, looks = beats, looks + 1 if beats is not None and beats == before else 0
             failure = self._board.first_of_others()
+            if failure is None and looks * self._interval >= self._silence:
+                failure = self._frozen(looks * self._interval)
             if failure is not None:
                 if not self._ended.wait(self._grace):
                     self._leave(failure)
                 return
+
+    def _frozen(self, seconds: float) -> Failure:
+        """What the others are to read about the next rank."""
+        assert self._next is not None
+        error = PeerFailed(
+            f"rank {self._next} has given no sign of life for {seconds:.0f} s: its process is stopped, or its machine "
+            "cannot be reached"
+        )
+        self._board.post(error)
+        return self._board.first_of_others() or Failure(self._next, "", str(error))
 
     def _end_process(self, failure: Failure) -> None:
         sys.stderr.write(f"{failure.as_error()}\nThis process was waiting for it and now exits. Its stacks:\n")

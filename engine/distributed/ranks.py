@@ -80,8 +80,8 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
         if is_sharded(part) and not (wraps and part is model and is_fully_sharded(part)):
             rule = (
                 "one that is sharded, other than as a whole by fully_shard, is not supported: rank 0 of {world_size} "
-                "would save its own shard alone; pass the plain model and parallel=Topology(shard=...), or wrap it in "
-                "torch.nn.parallel.DistributedDataParallel"
+                "would save its own shard alone; pass the plain model with TorchBackend(topology=Topology(...)), or "
+                "wrap it in torch.nn.parallel.DistributedDataParallel"
             )
         elif not isinstance(part, nn.Module):
             rule = (

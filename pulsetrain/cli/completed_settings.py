@@ -80,6 +80,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "data": None,
     "strategy": _STRATEGIES,
     "backend": None,
+    "parallel": None,
     "metrics": None,
     "handlers": None,
     "model.class_path": None,

@@ -22,6 +22,7 @@ from pulsetrain.engine.checkpoint import resolve
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.distributed.joining import join
+from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer
@@ -82,7 +83,7 @@ def assemble(
     rng.seed_everything(training.seed)
     train_loader, val_loader = _loaders(instantiate(config["data"], "data"))
     strategy = instantiate(config["strategy"], "strategy", STRATEGIES)
-    backend = instantiate(config["backend"], "backend", BACKENDS)
+    backend = _backend(config)
     metrics = {name: instantiate(spec, f"metrics.{name}") for name, spec in (config.get("metrics") or {}).items()}
     owned: list[Claim] = []
 
@@ -161,6 +162,20 @@ def _training_settings(config: Mapping[str, Any], folder: Path, resume: str | No
         recorded = None if resume is None else (_recorded(resumed or folder).get("training") or {}).get("seed")
         settings["seed"] = recorded if recorded is not None else rng.current_seed()
     return settings
+
+
+def _backend(config: Mapping[str, Any]) -> Any:
+    """The backend, which gets the topology of the section `parallel`."""
+    given = config.get("parallel")
+    if given is None:
+        return instantiate(config["backend"], "backend", BACKENDS)
+    topology = instantiate({"class_path": Topology, "init_args": given}, "parallel", settings="parallel")
+    backend = instantiate(config["backend"], "backend", BACKENDS, topology=topology)
+    if getattr(backend, "topology", None) is not topology:
+        raise ConfigurationError(
+            f"parallel: {type(backend).__name__} does not take it; leave it out, or choose backend: torch"
+        )
+    return backend
 
 
 def with_run_folder(training: Mapping[str, Any], folder: str) -> dict[str, Any]:

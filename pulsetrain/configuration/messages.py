@@ -21,6 +21,7 @@ _BACKEND = {"precision": "training.precision", "device": "training.device"}
 _SETTINGS: dict[str, dict[str, str]] = {
     "": {name: f"training.{name}" for name in ("device", "activation_checkpointing")},
     "Accumulate": {"*": "training.accumulate.*"},
+    "Topology": {"*": "parallel.*"},
     "Precision": {**_BACKEND, "name": "training.precision"},
     "TorchBackend": _BACKEND,
     "TrainingConfig": {"*": "training.*"},

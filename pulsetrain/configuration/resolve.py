@@ -86,8 +86,8 @@ def resolve(path: Path, overrides: Mapping[str, str]) -> Resolved:
         filling.spec(spec, ("handlers", index), f"handlers[{index}]", HANDLERS, folder=_RUN_FOLDER)
         for index, spec in enumerate(config.get("handlers") or ())
     ]
-    resolved.config = {section: config[section] for section in SECTIONS}
-    for section in SECTIONS:
+    resolved.config = {section: config[section] for section in SECTIONS if section in config}
+    for section in resolved.config:
         if written.get(section) is None and not any(key.partition(".")[0] == section for key in overrides):
             if section == "training":  # one comment for the whole section
                 for location in [each for each in resolved.comments if each[0] == section and len(each) == 2]:

@@ -82,7 +82,8 @@ class Agreement:
             yield
             return
         self.control.board.begin_run()
-        warden = Warden(self.control.board)
+        ranks = self.control.ranks
+        warden = Warden(self.control.board, (ranks.rank + 1) % ranks.world_size)
         warden.start()
         try:
             yield
