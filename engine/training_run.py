@@ -81,6 +81,10 @@ class TrainingRun(Protocol):
         """How many batches wait for the next update."""
 
     @property
+    def processes(self) -> Sequence[Mapping[str, object]]:
+        """Host, pid and environment of each process that trains, by rank; empty if there is one."""
+
+    @property
     def total_iterations(self) -> int | None:
         """How many batches the run takes in all; None if that is not known."""
 

@@ -144,7 +144,7 @@ class Trainer(Engine):
         check_metric_names(metrics, self.strategy)
         self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
         if isinstance(model, nn.Module):
-            self.agreement.check_alike(config, model, train_loader)
+            self.agreement.check_alike(config, model, train_loader, self.backend.device)
         with self.agreement.explained("giving the model to all processes"):
             self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
@@ -329,6 +329,11 @@ class Trainer(Engine):
     def total_iterations(self) -> int | None:
         """How many batches the run takes in all; None if that is not known."""
         return self.length.total_iterations
+
+    @property
+    def processes(self) -> Sequence[Mapping[str, object]]:
+        """Host, pid and environment of each process that trains, by rank; empty if there is one."""
+        return self.agreement.processes
 
     @property
     def history(self) -> MetricTracker:

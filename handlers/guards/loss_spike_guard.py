@@ -13,6 +13,8 @@ from torch import Tensor
 
 from pulsetrain.engine import Engine, Events, Every, Phase
 from pulsetrain.engine.argument_checks import check_positive, check_whole_number
+from pulsetrain.engine.distributed.joining import join
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics.reading import number_on_host
 from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
@@ -34,7 +36,8 @@ class LossSpikeGuard(Guard):
     The losses stay on the device until the host checks them: at the cadence, at the end of each epoch and of the run.
     The first spike of each row is reported by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with
     the dataset rows of its batch; `spikes` counts them all. Median and spread are computed again with every tenth of
-    the window.
+    the window. Where several processes train together, a loss is the mean of theirs, the rows are each one's own, and
+    the policy has to be "warn".
 
     Args:
         threshold: how many spreads above the median.
@@ -141,7 +144,7 @@ class LossSpikeGuard(Guard):
         return [next(host) if isinstance(loss, Tensor) else loss for _, loss in self._unseen]
 
     def _check(self, engine: Engine) -> None:
-        losses = self._fetched()  # waits for the device
+        losses = _averaged(self._fetched())  # waits for the device
         unseen, self._unseen = self._unseen, []
         found: list[int] = []
         for (batch, _), loss in zip(unseen, losses, strict=True):
@@ -190,3 +193,11 @@ class LossSpikeGuard(Guard):
             middle = median(self._losses)
             spread = _MAD * median(abs(loss - middle) for loss in self._losses)
             self._bound = middle + self.threshold * max(spread, _LEAST_SPREAD * abs(middle))
+
+
+def _averaged(losses: list[float]) -> list[float]:
+    """The mean over the processes that train together; each has as many losses."""
+    here = ranks()
+    if here.world_size == 1:
+        return losses
+    return [loss / here.world_size for loss in join().sum(losses, "a look at the losses")]

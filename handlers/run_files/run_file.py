@@ -121,6 +121,8 @@ def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run:
     if is_training_run(engine) and engine.rewinds:
         start["rewinds"] = engine.rewinds
         start["left_out"] = [list(each) for each in engine.data.left_out_since]
+    if is_training_run(engine) and engine.processes:
+        start["processes"] = [dict(each) for each in engine.processes]
     there = read_run_file(folder)
     if there and there.get("environment") != facts["environment"]:
         start["environment"] = facts["environment"]

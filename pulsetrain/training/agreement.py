@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
+import torch
 from torch import nn
 
 from pulsetrain.config import TrainingConfig
@@ -39,6 +42,7 @@ class Agreement:
     def __init__(self, control: ControlGroup, every: int) -> None:
         self.control = control
         self.pulse = Pulse(control, every)
+        self.processes: list[dict[str, object]] = []  # by rank, where there are several: host, pid and environment
         self.drift = DriftCheck(control)
 
     @property
@@ -95,7 +99,9 @@ class Agreement:
         finally:
             warden.stop()
 
-    def check_alike(self, config: TrainingConfig, model: nn.Module, loader: Iterable[object]) -> None:
+    def check_alike(
+        self, config: TrainingConfig, model: nn.Module, loader: Iterable[object], device: torch.device
+    ) -> None:
         """Refuse ranks that were started differently.
 
         Raises:
@@ -105,7 +111,10 @@ class Agreement:
             return
         settings = {each.name: getattr(config, each.name) for each in fields(config)}
         shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if hasattr(each, "shape")}
-        versions = {name: each for name, each in describe_environment("cpu").items() if name not in _MAY_DIFFER}
+        environment = describe_environment(device)
+        here: dict[str, object] = {"host": socket.gethostname(), "pid": os.getpid(), "environment": environment}
+        self.processes = self.control.gather(here)
+        versions = {name: each for name, each in environment.items() if name not in _MAY_DIFFER}
         check_alike(
             self.control,
             {

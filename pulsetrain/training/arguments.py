@@ -96,10 +96,11 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
         ConfigurationError: a handler does.
     """
     for handler in handlers:
-        if isinstance(handler, (LossSpikeGuard, LRFinder)) or getattr(handler, "policy", None) == "rewind":
+        acts = isinstance(handler, LossSpikeGuard) and (handler.policy != "warn" or handler.every.seconds is not None)
+        if acts or isinstance(handler, LRFinder) or getattr(handler, "policy", None) == "rewind":
             raise ConfigurationError(
-                f"{type(handler).__name__} cannot be used where several processes train: it would judge each process's "
-                "own losses, or return to a checkpoint in one of them alone; leave it out, or start one process",
+                f"{type(handler).__name__} cannot act like this where several processes train: they would not act "
+                "alike; leave it out, start one process, or let a guard warn (policy='warn') or stop the run",
                 "Trainer",
                 handlers=[type(handler)],
             )

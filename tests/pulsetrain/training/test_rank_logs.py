@@ -229,3 +229,11 @@ def test_where_says_that_a_run_has_ended(tmp_path: Path, capsys: Any):
     assert main(["where", str(tmp_path)]) == 0
     assert "every process has ended its run" in capsys.readouterr().out
     assert main(["where", str(tmp_path / "nowhere")]) == 2
+
+
+def test_run_json_has_the_host_and_the_environment_of_each_process(tmp_path: Path):
+    finish(tmp_path)
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [each["environment"]["torch"] for each in start["processes"]] == [torch.__version__] * 2
+    assert len({each["pid"] for each in start["processes"]}) == 2
+    assert start["processes"][0]["pid"] == start["pid"]

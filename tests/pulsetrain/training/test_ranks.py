@@ -564,7 +564,7 @@ def test_one_run_folder_and_one_seed_for_all(tmp_path: Path):
 def test_handlers_that_would_act_in_one_process_alone_are_refused():
     def body(rank: int) -> Any:
         said = []
-        for handler in (LossSpikeGuard(), NaNGuard("rewind"), LRFinder()):
+        for handler in (LossSpikeGuard(policy="stop"), NaNGuard("rewind"), LRFinder()):
             with pytest.raises(ConfigurationError) as refused:
                 make(linear(), DataLoader(pairs(16), 4), Checkpointer("unused"), handler)
             said.append(str(refused.value))
@@ -572,9 +572,27 @@ def test_handlers_that_would_act_in_one_process_alone_are_refused():
 
     for ended in in_processes(body):
         assert ended.error == ""
-        assert [text.split(" cannot be used where several processes train")[0].split()[-1] for text in ended.value] == [
-            "LossSpikeGuard", "NaNGuard", "LRFinder"
-        ]  # fmt: skip
+        named = [text.split(" cannot act like this where")[0].split()[-1] for text in ended.value]
+        assert named == ["LossSpikeGuard", "NaNGuard", "LRFinder"]
+
+
+def test_a_loss_that_jumps_in_the_share_of_one_process_is_seen_by_all():
+    rows = pairs(160)
+    rows.tensors[1][121] = 100.0  # of rank 1's share
+
+    def body(rank: int) -> Any:
+        made = make(
+            linear(), DataLoader(rows, 4), LossSpikeGuard(window=20, every=Every(iterations=10)), learning_rate=0.01
+        )
+        found: list[int] = []
+        made.on(Events.ANOMALY_DETECTED)(lambda engine, event: found.append(event.payload.at_iteration))
+        made.train()
+        return found
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    assert 31 in first.value
 
 
 def test_limits_and_early_stopping_end_all_ranks_where_one_process_would_end(tmp_path: Path):
