@@ -67,8 +67,8 @@ def is_installed(value: object) -> bool:
 def is_of_project(module: str) -> bool:
     """Whether a module is the user's own: neither of the libraries below a run nor installed from a package.
 
-    >>> is_of_project("torch.nn"), is_of_project("pytest"), is_of_project("__main__")
-    (False, False, True)
+    >>> is_of_project("torch.nn"), is_of_project("pytest")
+    (False, False)
     """
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return module.partition(".")[0] not in LIBRARIES and not {"site-packages", "dist-packages"} & {*Path(file).parts}

@@ -47,6 +47,6 @@ def test_processes_that_do_not_fit_are_refused(given: dict[str, Any], world: int
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_topology_is_refused(given: dict[str, Any]):
+def test_other_values_are_refused(given: dict[str, Any]):
     with pytest.raises(ConfigurationError, match="Topology"):
         Topology(**given)
