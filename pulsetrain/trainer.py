@@ -22,7 +22,7 @@ from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.ranks import check_shared, is_sharded, ranks
-from pulsetrain.engine.distributed.shards import gathered
+from pulsetrain.engine.distributed.shards import gathered, resharded
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -175,6 +175,7 @@ class Trainer(Engine):
         )
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
+        self.evaluator.contexts.append(partial(resharded, self.model))
         self.length.measure(self.strategy, self.backend)
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]

@@ -15,11 +15,13 @@ from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
+    BindsModel,
     GradientInfo,
     ModelState,
     Strategy,
@@ -29,6 +31,12 @@ from pulsetrain.engine.step.protocols import (
 )
 
 __all__ = ["TorchBackend", "find_device"]
+
+# optimizers whose steps use each element of weights and gradients by itself
+_ELEMENTWISE = (
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD,
+)  # fmt: skip
 
 
 class TorchBackend(TorchComputation, InPlaceBackend):
@@ -98,7 +106,28 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         count = ranks().world_size
         if self.topology.is_sharded(count) and not is_sharded(module):
             self._shard(module, optimizer)
-        return InPlaceStore(self, module, optimizer.build(module))
+        made = optimizer.build(module)
+        if is_sharded(module):
+            self._check_sharded(strategy, made)
+        return InPlaceStore(self, module, made)
+
+    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what does not work, or is not known to work, with a sharded model."""
+        refused: dict[str, object] = {}
+        if self.scaler is not None:
+            refused["precision"] = "fp16"  # each process would see the overflows of its own shard
+        if self.compile:
+            refused["compile"] = True
+        if isinstance(strategy, (AlternatingStrategy, BindsModel)):
+            refused["strategy"] = type(strategy)  # it may call parts of the model
+        if type(optimizer) not in _ELEMENTWISE:
+            refused["optimizer"] = type(optimizer)
+        for name, value in refused.items():
+            raise ConfigurationError(
+                "is not known to work with a sharded model; choose another, or give each process the whole model",
+                "TorchBackend",
+                **{name: value},
+            )
 
     def _shard(self, module: nn.Module, optimizer: OptimizerRequest) -> None:
         """Split the module over the processes, and point optimizers at the shards that the user has made before."""

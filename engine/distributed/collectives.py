@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ __all__ = ["ControlGroup"]
 
 T = TypeVar("T")
 _WIDTH = 63  # numbers that are summed at once
+_POLL = 0.02  # seconds between two looks for the main process
 _SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
 
 
@@ -50,6 +52,7 @@ class ControlGroup:
         self.ranks, self.timeout = ranks, timeout
         self.calls = 0  # collectives so far
         self._group, self._store = group, store
+        self._waits = 0  # for the main process
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         readers = others if host == ranks.rank else ()
         self.board = None if store is None else FailureBoard(store, ranks.rank, readers, host)
@@ -134,6 +137,24 @@ class ControlGroup:
         if refused is not None:
             raise refused
         return value  # type: ignore[return-value]  # decided
+
+    def wait_for_main(self) -> None:
+        """Return once the main process has come here, too: it may take longer than the timeout.
+
+        Raises:
+            PeerFailed: a rank has failed meanwhile.
+        """
+        if self._store is None or self.board is None:
+            return
+        self._waits += 1
+        key = f"main/{self._waits}"
+        if self.ranks.is_main:
+            self._store.set(key, "")
+        while not self._store.check([key]):
+            failure = self.board.first_of_others()
+            if failure is not None:
+                raise failure.as_error()
+            time.sleep(_POLL)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give these tensors the values of the main rank, in place."""

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["gathered", "held", "local", "point_at", "shard_module", "sharded_like"]
+__all__ = ["gathered", "held", "local", "point_at", "resharded", "shard_module", "sharded_like"]
 
 
 def shard_module(module: nn.Module, topology: Topology, device: torch.device) -> None:
     """Split a module's weights over the processes, in place; all of them call this.
 
     All begin with the values of rank 0. Each child of a ModuleList or Sequential that has parameters is gathered by
-    itself when it computes, and what remains of the module together.
+    itself when it computes, and what remains of the module together; all of it together if two of them share a weight.
 
     Args:
         module: on its device, the same on all ranks but for its values.
@@ -34,13 +35,14 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device) ->
             torch.distributed.broadcast(tensor.detach(), src=0)
     options: dict[str, Any] = {
         "mesh": topology.mesh(device),
+        "reshard_after_forward": True,  # else weights of the root stay whole after a pass without gradients
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=_dtype(topology.param_dtype), reduce_dtype=_dtype(topology.reduce_dtype)
         ),
     }
     if topology.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    for block in _blocks(module):
+    for block in [] if _ties_blocks(module) else _blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
 
@@ -53,7 +55,7 @@ def point_at(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[Te
         parameters: whole -> sharded.
 
     Raises:
-        ConfigurationError: one has made updates already.
+        ConfigurationError: one has made updates already, or updates other parameters.
     """
     for optimizer in optimizers:
         if optimizer.state:
@@ -62,8 +64,29 @@ def point_at(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[Te
                 "Trainer",
                 optimizer=type(optimizer),
             )
+        if any(each not in parameters for group in optimizer.param_groups for each in group["params"]):
+            raise ConfigurationError(
+                "it updates a parameter that is not the model's, so it cannot be split up with it; make it over "
+                "model.parameters()",
+                "Trainer",
+                optimizer=type(optimizer),
+            )
         for group in optimizer.param_groups:
-            group["params"] = [parameters.get(each, each) for each in group["params"]]
+            group["params"] = [parameters[each] for each in group["params"]]
+
+
+@contextmanager
+def resharded(module: nn.Module) -> Iterator[None]:
+    """After the block, each process holds its parts alone: a pass without gradients may leave weights whole."""
+    try:
+        yield
+    finally:
+        if is_sharded(module):
+            from torch.distributed.fsdp import FSDPModule
+
+            for each in module.modules():
+                if isinstance(each, FSDPModule):
+                    each.reshard()
 
 
 def gathered(value: Any) -> Any:
@@ -113,6 +136,19 @@ def local(tensor: Tensor) -> Tensor:
     tensor([1., 1.])
     """
     return tensor.to_local() if _is_shard(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _ties_blocks(module: nn.Module) -> bool:
+    """Whether two blocks, or a block and the rest, share a parameter, which has to be gathered in one place."""
+    owners: dict[int, set[str]] = {}  # the names of each parameter
+    inside: set[str] = set()
+    names = {id(each): name for name, each in module.named_modules()}
+    for block in _blocks(module):
+        inside |= {f"{names[id(block)]}.{name}" for name, _ in block.named_parameters(remove_duplicate=False)}
+        for name, each in block.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(each), set()).add(f"{names[id(block)]}.{name}")
+    rest = {id(each) for name, each in module.named_parameters(remove_duplicate=False) if name not in inside}
+    return bool(rest & owners.keys()) or any(len(each) > 1 for each in owners.values())
 
 
 def _is_shard(value: object) -> bool:

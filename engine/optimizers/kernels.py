@@ -39,8 +39,8 @@ def fused_pays(
         return False
     if not all(parameter.is_floating_point() for _, parameter in trainable):
         return False
-    if name == "sgd" and any(hasattr(parameter, "to_local") for _, parameter in trainable):
-        return False  # torch has none for sharded parameters
+    if name not in ("adam", "adamw") and any(hasattr(parameter, "to_local") for _, parameter in trainable):
+        return False  # torch has no other ones for sharded parameters
     if devices == {"cpu"} and name == "sgd" and not options["momentum"]:
         return False  # it would cost a small model 3 us a step, see the figures above
     if name == "sgd" and options.get("dampening"):

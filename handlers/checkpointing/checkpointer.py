@@ -140,7 +140,7 @@ class Checkpointer(Handler):
                 f"Checkpointer: {type(engine).__name__} has no checkpoint_state(); attach it to a pulsetrain.Trainer, "
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
-        self._control = join() if is_training_run(engine) and is_sharded(engine.model) else None
+        self._control = join() if is_sharded(getattr(engine, "model", None)) else None
         if self._control is not None:
             self._refuse_what_ranks_cannot_do_together()
         with self._attachment.to(engine, whole_bus=False) as subscribe:
@@ -161,7 +161,10 @@ class Checkpointer(Handler):
                 subscribe(ends, self.wait, phase=Phase.PERSIST)
             subscribe(self._cadence(), self._save_by_cadence, phase=Phase.PERSIST)
             if self.at_end:
-                subscribe(Events.COMPLETED | Events.PREEMPTED, self._save_at_end, phase=Phase.PERSIST)
+                # a signal reaches one process, while a sharded model is saved by all: where they end together
+                ends = EventsList() | Events.COMPLETED
+                ends = ends if self._control is not None else ends | Events.PREEMPTED
+                subscribe(ends, self._save_at_end, phase=Phase.PERSIST)
         return self
 
     def detach(self) -> None:
@@ -382,6 +385,7 @@ class Checkpointer(Handler):
                 place = write(state, announce)
             except OSError as error:
                 failure = error
+        self._control.wait_for_main()
         why = self._control.broadcast(None if failure is None else str(failure))
         if why is not None:  # it fails on all ranks, so that they decide alike afterwards
             raise failure or OSError(why)

@@ -462,6 +462,7 @@ def test_the_error_of_one_rank_is_what_the_other_one_raises(who: int, tmp_path: 
     assert f"ValueError: the disk of rank {who} has gone" in other
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path):
     def body(rank: int) -> None:
         made = dropping(tmp_path / "run", max_epochs=1000)
@@ -480,7 +481,7 @@ def test_a_rank_whose_process_is_stopped_is_named(tmp_path: Path, monkeypatch: p
 
     def stop() -> None:
         if os.fork() == 0:  # kills the stopped process in the end
-            time.sleep(8.0)
+            time.sleep(4.0)
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)

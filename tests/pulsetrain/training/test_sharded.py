@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from pulsetrain import Trainer
+from pulsetrain import SignalWatch, Trainer
 from pulsetrain.engine import Accumulate, ConfigurationError, Events, Every, TorchBackend
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.distributed.ranks import is_sharded
@@ -291,3 +291,81 @@ def test_a_sharded_model_computes_in_the_type_that_is_asked_for():
     for each in in_processes(run):
         assert each.error == ""
         assert each.value == ({torch.bfloat16}, {torch.float32})
+
+
+class Tied(nn.Module):
+    """Embeddings in the model itself, blocks in a list, and a head that has the weight of the embeddings."""
+
+    def __init__(self, across: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(4, 6, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        if across:
+            self.blocks[1].weight = self.blocks[0].weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return (hidden @ self.head.weight).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_weights_of_the_model_itself_and_shared_ones_are_trained_saved_and_validated(across: bool, tmp_path: Path):
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        folder = tmp_path / ("one" if backend is None else "two")
+        made = make_with(
+            Tied(across).double(), DataLoader(double(17), 4), DataLoader(double(9), 2),
+            Checkpointer(folder, Every(iterations=2)), backend=backend, validate_every=Every(iterations=2), learning_rate=0.003,
+        )  # fmt: skip
+        found = trained(made)
+        assert all(hasattr(each, "to_local") == (backend is not None) for each in made.model.parameters())
+        return found
+
+    one = run(0, None)
+    for each in in_processes(lambda rank: run(rank, sharded())):
+        assert each.error == ""
+        assert apart(each.value, one) < 1e-12
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_process_ends_all_with_a_checkpoint(who: int, tmp_path: Path):
+    def run(rank: int) -> Any:
+        made = saving(tmp_path / "run", rank, "fsdp", max_epochs=400)
+        if rank == who:
+            made.on(Events.ITERATION_COMPLETED(once=13))(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with SignalWatch(made):
+            made.train()
+        return made.state.iteration
+
+    first, second = in_processes(run, limit=40)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    newest = CheckpointManager(tmp_path / "run" / "checkpoints").valid()[-1]
+    assert int(newest.name[:9]) == first.value
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": "fp16"}, "precision='fp16'"),
+        ({"compile": True}, "compile=True"),
+        ({"optimizer": "muon"}, "is not known to work with a sharded model"),
+        ({"optimizer": lambda: torch.optim.SGD(net().parameters(), 0.1)}, "a parameter that is not the model's"),
+    ],
+    ids=["fp16", "compile", "muon", "others"],
+)
+def test_what_is_not_known_to_work_on_shards_is_refused(options: dict[str, Any], said: str):
+    def run(rank: int) -> str:
+        given = {name: value() if callable(value) else value for name, value in options.items()}
+        with pytest.raises(ConfigurationError) as refused:
+            make_with(net().float(), DataLoader(pairs(16), 4), None, backend=sharded(), **given)
+        return str(refused.value)
+
+    for each in in_processes(run):
+        assert each.error == ""
+        assert said in each.value
