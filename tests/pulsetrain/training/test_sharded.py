@@ -319,7 +319,8 @@ def test_weights_of_the_model_itself_and_shared_ones_are_trained_saved_and_valid
         folder = tmp_path / ("one" if backend is None else "two")
         made = make_with(
             Tied(across).double(), DataLoader(double(17), 4), DataLoader(double(9), 2),
-            Checkpointer(folder, Every(iterations=2)), backend=backend, validate_every=Every(iterations=2), learning_rate=0.003,
+            Checkpointer(folder, Every(iterations=2)), backend=backend, validate_every=Every(iterations=2),
+            learning_rate=0.003,
         )  # fmt: skip
         found = trained(made)
         assert all(hasattr(each, "to_local") == (backend is not None) for each in made.model.parameters())
