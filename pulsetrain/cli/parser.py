@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 from pulsetrain.cli.commands import (
+    checkpoint,
     completion,
     config,
     debug,
@@ -32,7 +33,22 @@ from pulsetrain.cli.commands import (
 
 __all__ = ["CommandParser", "make_parser", "run_command"]
 
-COMMANDS = (train, config, lr_find, replay, events, diff, where, verify, fork, debug, report, export, completion)
+COMMANDS = (
+    train,
+    config,
+    lr_find,
+    replay,
+    events,
+    diff,
+    where,
+    verify,
+    fork,
+    debug,
+    report,
+    export,
+    checkpoint,
+    completion,
+)
 
 
 class CommandParser(argparse.ArgumentParser):
