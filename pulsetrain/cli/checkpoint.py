@@ -49,7 +49,7 @@ def _as_pretrained(run_folder: Path, weights: Mapping[str, Tensor], into: Path) 
     model: Any = instantiate(read_config(file, {})["model"], "model")
     if not callable(getattr(model, "save_pretrained", None)):
         raise ConfigurationError(
-            f"--pretrained: {type(model).__name__} is not a model of transformers: it has no save_pretrained(); use --into"
+            f"--pretrained: {type(model).__name__} has no save_pretrained(), so it is not of transformers; use --into"
         )
     model.load_state_dict(weights)
     model.save_pretrained(into)
