@@ -305,9 +305,14 @@ class EventRecorder(Handler):
         """A run that ended before its first checkpoint starts again: its events in the log are superseded."""
         writer, again = self._log.open(), self._begins_again
         self._begins_again = False
-        if not (again or writer.cut_off) or writer.last_seq < 0:
+        if writer.last_seq < 0 or not (again or writer.cut_off or self._is_shared):
             return
         log = self._log.read()
+        last = log.last()
+        # of several processes, one is killed and the others fail: all have to begin alike
+        failed = self._is_shared and last is not None and last.event == Events.EXCEPTION_RAISED.value
+        if not (again or writer.cut_off or failed):
+            return
         begun = [each.seq for each in log.read(engine=event.engine, event=event.type, iteration=(0, 0))]
         first = next((each for each in log.read(seq=(begun[-1], None)) if each.ord >= 0), None) if begun else None
         if first is not None:
