@@ -21,6 +21,7 @@ __all__ = ["ControlGroup"]
 
 T = TypeVar("T")
 _WIDTH = 63  # numbers that are summed at once
+_PATIENCE = 1800.0  # seconds that the main process may take to save
 _POLL = 0.02  # seconds between two looks for the main process
 _SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
 
@@ -150,11 +151,19 @@ class ControlGroup:
         key = f"main/{self._waits}"
         if self.ranks.is_main:
             self._store.set(key, "")
-        while not self._store.check([key]):
-            failure = self.board.first_of_others()
-            if failure is not None:
-                raise failure.as_error()
-            time.sleep(_POLL)
+        until = time.monotonic() + _PATIENCE
+        try:
+            while not self._store.check([key]):
+                failure = self.board.first_of_others()
+                if failure is not None:
+                    raise failure.as_error()
+                if time.monotonic() > until:
+                    raise PeerFailed(f"rank 0 has not come within {_PATIENCE:g} s, while this one waited for a save")
+                time.sleep(_POLL)
+        except PeerFailed:
+            raise
+        except RuntimeError as error:  # the store has ended
+            raise self.explained(error, "a save of the main process") from error
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give these tensors the values of the main rank, in place."""

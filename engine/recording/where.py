@@ -30,6 +30,7 @@ class Position:
 
     rank: int
     event: LoggedEvent
+    reached: LoggedEvent  # the last one of the training run itself, which a validation has events inside of
     stall: Stall | None  # its stack, if it has stood still for seconds after that event
     ended: bool  # whether its log was closed: the run has ended there
 
@@ -66,11 +67,11 @@ def positions(run: str | Path) -> list[Position]:
     found = []
     for rank in logged_ranks(run):
         log = EventLog(run, rank)
-        last = log.last()
-        if last is None:
-            continue
+        nothing = LoggedEvent(event="no event")
+        last = log.last() or nothing
         stall = read_stall(log.folder, rank)
-        found.append(Position(rank, last, stall if stall is not None and stall.seq == last.seq else None, log.ended))
+        stall = stall if stall is not None and stall.seq == last.seq else None
+        found.append(Position(rank, last, log.last(log.main_engine) or nothing, stall, log.ended))
     return found
 
 
@@ -89,5 +90,5 @@ def stragglers(found: list[Position]) -> list[Position]:
 
 
 def _progress(position: Position) -> tuple[int, int]:
-    event = position.event
+    event = position.reached
     return event.iteration, _ORDER.get(event.event, len(_ORDER))

@@ -379,16 +379,19 @@ class Checkpointer(Handler):
             return write(engine.checkpoint_state(), announce)
         state = engine.checkpoint_state()  # from all ranks
         place: Location = self.manager.target(label, engine.state.iteration)
-        failure: OSError | None = None
+        failure: Exception | None = None
         if not self._only_takes_part:
             try:
                 place = write(state, announce)
-            except OSError as error:
+            except Exception as error:  # the others wait for what has come of it
                 failure = error
         self._control.wait_for_main()
-        why = self._control.broadcast(None if failure is None else str(failure))
-        if why is not None:  # it fails on all ranks, so that they decide alike afterwards
-            raise failure or OSError(why)
+        if failure is not None:
+            self._control.broadcast((isinstance(failure, OSError), str(failure)))
+            raise failure
+        refused = self._control.broadcast((False, ""))  # of the main process
+        if refused[1]:  # it fails on all ranks, so that they decide alike afterwards
+            raise OSError(refused[1]) if refused[0] else CheckpointError(f"the main process: {refused[1]}")
         return place
 
     @property

@@ -116,8 +116,10 @@ class ProgressBar(Handler):
     def _on_started(self, engine: Engine) -> None:
         self._close()
         self._figures = {}
-        self._state = engine.state
-        self._stream = self._given_stream if self._given_stream is not None else sys.stderr
+        stream = self._given_stream if self._given_stream is not None else sys.stderr
+        if stream is None:  # closed by the caller, as with 2>&-
+            return
+        self._state, self._stream = engine.state, stream
         if self._stream.isatty():
             self._bar = _Bar(
                 total=_total_iterations(engine),

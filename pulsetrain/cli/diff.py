@@ -35,6 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _compare_ranks(arguments: argparse.Namespace) -> int:
     if arguments.b is not None:
         raise ConfigurationError("pulsetrain diff --ranks: compares the processes of one run; leave the second one out")
+    for name in ("rank", "rtol", "atol"):
+        if getattr(arguments, name):
+            raise ConfigurationError(
+                f"pulsetrain diff --ranks: compares bit for bit, and all ranks; leave --{name} out"
+            )
     found = diff_ranks(arguments.a)
     with until_closed():
         print(json.dumps(found.as_dict()) if arguments.format == "json" else found)

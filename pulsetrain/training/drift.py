@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine.backends.module_view import version_of
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.replicas import Difference, differ, difference, digest
@@ -22,8 +23,8 @@ class DriftCheck:
     """Compares what is replicated: counters, rates and the gradient's norm at each pulse, and the state at times.
 
     Weights and the optimizer's state are compared at the end of each epoch, and wherever `Fingerprints` digests them.
-    A buffer that has changed on some ranks alone is found there, too; one that steps change on all of them, such as a
-    running mean, is each rank's own.
+    A buffer that has other bits there although nothing was written into it is found, too; what is written into
+    buffers, such as a running mean or a count, is each rank's own.
 
     Args:
         control: joins the ranks.
@@ -35,7 +36,7 @@ class DriftCheck:
         self._state: dict[str, object] = {}  # digests since the last pulse
         self._digested_at = 0  # iteration
         self._reported: set[str] = set()
-        self._buffers: dict[str, int] = {}  # digests when the run started
+        self._buffers: dict[str, tuple[object, int]] = {}  # which tensor, how often written, and its digest
 
     def attach(self, engine: Engine, stepper: Stepper) -> None:
         """Compare the engine's runs; before the pulses at the same events."""
@@ -95,7 +96,7 @@ class DriftCheck:
     def _on_started(self) -> None:
         self._reported.clear()
         self._state = {}
-        self._buffers = dict(_digests(self._stepper.store.module.named_buffers()))
+        self._buffers = self._buffers_now()
 
     def _digest_state(self) -> None:
         if not is_sharded(self._stepper.store.module):
@@ -107,10 +108,19 @@ class DriftCheck:
             self._note(event.payload.weights, event.payload.optimizer)
 
     def _note(self, weights: Tensor, optimizer: Tensor) -> None:
-        now = dict(_digests(self._stepper.store.module.named_buffers()))
-        changed = [name for name, each in now.items() if each != self._buffers.get(name)]
-        self._state = {"weights": weights, "optimizer": optimizer, "buffers that have changed": changed}
+        before, self._buffers = self._buffers, self._buffers_now()
+        spoilt = [
+            name
+            for name, (written, digest) in self._buffers.items()
+            if name in before and before[name][0] == written and before[name][1] != digest
+        ]
+        self._state = {"weights": weights, "optimizer": optimizer, "buffers": spoilt}
         self._digested_at = self._engine.state.iteration
+
+    def _buffers_now(self) -> dict[str, tuple[object, int]]:
+        named = list(self._stepper.store.module.named_buffers())
+        digests = dict(_digests(named))
+        return {name: ((id(each), version_of(each)), digests[name]) for name, each in named}
 
     def _parts(self, field: str) -> Iterable[tuple[str, int]]:
         """The digest of each tensor."""
@@ -126,7 +136,7 @@ class DriftCheck:
 
 
 _PARTS = ("weights", "optimizer")
-_STATE = (*_PARTS, "buffers that have changed")
+_STATE = (*_PARTS, "buffers")
 
 
 def _digests(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, int]]:

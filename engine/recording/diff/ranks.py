@@ -114,21 +114,18 @@ def diff_ranks(run: str | Path) -> RanksDiff:
         RecordingError: it has the log of one process alone.
     """
     ranks = logged_ranks(run)
-    if len(ranks) < 2 or ranks[0] != 0:
+    logs = {rank: EventLog(run, rank) for rank in ranks}
+    if ranks[0] != 0:
+        raise RecordingError(f"{run}: has no log of rank 0, with which the others would be compared")
+    if len(ranks) < 2:
         raise RecordingError(
             f"{run}: has the log of rank {ranks[0]} alone; an EventRecorder among the handlers of a run of several "
             "processes writes one in each"
         )
-    logs = {rank: EventLog(run, rank) for rank in ranks}
-    found: list[RanksDiff] = []
-    least = 0
-    for rank in ranks[1:]:
-        compared = _compared(Path(run), tuple(ranks), logs[0], logs[rank], rank)
-        least = compared.agreed if rank == 1 else min(least, compared.agreed)
-        if compared:
-            found.append(compared)
+    compared = [_compared(Path(run), tuple(ranks), logs[0], logs[rank], rank) for rank in ranks[1:]]
+    found, least = [each for each in compared if each], min(each.agreed for each in compared)
     damage = tuple(dict.fromkeys(f"rank {rank}: {each}" for rank, log in logs.items() for each in log.damage))
-    first = min(found, key=lambda each: each.event.iteration if each.event is not None else 0, default=None)
+    first = min(found, key=lambda each: each.agreed, default=None)
     if first is None:
         return RanksDiff(Path(run), tuple(ranks), least, damage=damage)
     return RanksDiff(first.run, first.ranks, first.agreed, first.event, first.rank, first.fields, damage)
@@ -136,9 +133,11 @@ def diff_ranks(run: str | Path) -> RanksDiff:
 
 def _compared(run: Path, ranks: tuple[int, ...], main: EventLog, other: EventLog, rank: int) -> RanksDiff:
     agreed = 0
-    theirs = _iterations(other)
-    there = next(theirs, None)
-    for iteration, mine in _iterations(main):
+    ours, theirs = _iterations(main), _iterations(other)
+    here, there = next(ours, None), next(theirs, None)
+    while here is not None:
+        iteration, mine = here
+        here = next(ours, None)
         while there is not None and there[0] < iteration:
             there = next(theirs, None)
         if there is None:
@@ -147,7 +146,7 @@ def _compared(run: Path, ranks: tuple[int, ...], main: EventLog, other: EventLog
             continue
         peer = there[1]
         there = next(theirs, None)
-        is_last = there is None  # where a log ends, an iteration may be incomplete
+        is_last = here is None or there is None  # where a log ends, an iteration may be incomplete
         for key in dict.fromkeys([*mine, *peer]):
             x, y = mine.get(key), peer.get(key)
             if x is None or y is None:

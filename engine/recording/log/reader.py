@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -183,12 +184,11 @@ class EventLog:
             yield self.block(number)
         yield self._events
 
-    def last(self) -> LoggedEvent | None:
-        """The newest event, superseded or not; None if none can be read."""
-        if self._events:
-            return self._events[-1]
+    def last(self, engine: str | None = None) -> LoggedEvent | None:
+        """The newest event, of an engine or of any, superseded or not; None if none can be read."""
         blocks = (self.block(number) for number in reversed(range(len(self.headers))))
-        return next((block[-1] for block in blocks if block), None)
+        events = (event for block in chain([self._events], blocks) for event in reversed(block))
+        return next((event for event in events if engine in (None, event.engine)), None)
 
     def block(self, index: int) -> list[LoggedEvent]:
         """The events of one sealed block, superseded ones included; empty if it is damaged: see `damage`."""

@@ -94,4 +94,5 @@ def _stack(frame: FrameType | None) -> list[str]:
 
 
 def _is_collective(place: str) -> bool:
-    return "/torch/distributed/" in place or place.endswith(("_engine_run_backward", "backward"))
+    place = place.replace("\\", "/")
+    return "/torch/distributed/" in place or "/torch/autograd/graph.py" in place

@@ -30,10 +30,13 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
         self.register_buffer("table", torch.ones(3))
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("rare", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += inputs.abs().sum()  # each rank's own
+            if inputs[0, 0] > 0:
+                self.rare += 1  # in some ranks alone
         output: torch.Tensor = self.layers[1](self.layers[0](inputs) * self.table)
         return output
 
@@ -51,7 +54,8 @@ def flip_a_moment(trainer: Trainer) -> None:
 
 
 def flip_a_buffer(trainer: Trainer) -> None:
-    flip(trainer.model.table)
+    bits = trainer.model.table.numpy().view("int32")  # as a machine does, which writes nothing
+    bits[0] ^= 1
 
 
 def change_a_rate(trainer: Trainer) -> None:
@@ -104,7 +108,7 @@ def diverged(
     [
         (flip_a_weight, "layers.1.weight", 12),
         (flip_a_moment, "optimizer, parameter 0, exp_avg_sq", 12),
-        (flip_a_buffer, "buffers that have changed", 12),
+        (flip_a_buffer, "buffers", 12),
         (change_a_rate, "learning_rates", 10),
         (count_an_update, "update", 10),
     ],

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -76,3 +77,10 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(monkeypatch: pytest.Monkey
 def test_progress_needs_true_or_false():
     with pytest.raises(ConfigurationError, match=r"TrainingConfig\(progress='yes'\)"):
         TrainingConfig(progress="yes")  # type: ignore[arg-type]
+
+
+def test_a_closed_stderr_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patched, structlog.testing.capture_logs() as logs:
+        patched.setattr(sys, "stderr", None)
+        assert train().state.iteration == 8
+    assert [each for each in logs if each["log_level"] != "info"] == []

@@ -21,7 +21,7 @@ from pulsetrain import Trainer
 from pulsetrain.cli import main
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.engine.recording.log.stall import StallWatch
 from pulsetrain.engine.recording.where import positions, stragglers
@@ -142,6 +142,42 @@ def test_the_log_of_one_process_has_no_ranks_to_compare(tmp_path: Path, capsys: 
     assert main(["diff", str(tmp_path), str(tmp_path), "--ranks"]) == 2
     assert main(["diff", str(tmp_path)]) == 2
     assert "needs two run folders, or one with --ranks" in capsys.readouterr().err
+
+
+NAMES = ("iteration_started", "gradients_ready", "optimizer_step_completed", "iteration_completed")
+
+
+def write_log(folder: Path, rank: int, events: int) -> None:
+    writer = LogWriter(folder / "events", rank)
+    for at in range(events):
+        event = LoggedEvent(ord=at, engine="trainer", event=NAMES[at % 4], iteration=at // 4 + 1, seq=at)
+            ord=number, engine="trainer", event=NAMES[number % 4], iteration=number // 4 + 1, seq=number
+        )
+        writer.add(event)
+    writer.close()
+
+
+@pytest.mark.parametrize("lengths", [(10, 13), (13, 10)])
+def test_logs_that_end_at_different_moments_agree(lengths: tuple[int, int], tmp_path: Path):
+    for rank, events in enumerate(lengths):
+        write_log(tmp_path, rank, events)
+    found = diff_ranks(tmp_path)
+    assert not found, str(found)
+    assert found.agreed == 10
+
+
+def test_folders_without_the_logs_of_several_ranks_are_named_as_they_are(tmp_path: Path, capsys: Any):
+    (tmp_path / "events").mkdir()
+    assert main(["diff", str(tmp_path), "--ranks"]) == 2
+    assert "holds no event log" in capsys.readouterr().err
+    write_log(tmp_path, 2, 12)
+    assert main(["diff", str(tmp_path), "--ranks"]) == 2
+    assert "no log of rank 0" in capsys.readouterr().err
+    write_log(tmp_path, 0, 12)
+    assert main(["diff", str(tmp_path), "--ranks"]) == 0
+    assert "ranks 0, 2 agree in 12 events" in capsys.readouterr().out
+    assert main(["diff", str(tmp_path), "--ranks", "--rtol", "0.1"]) == 2
+    assert "leave --rtol out" in capsys.readouterr().err
 
 
 class Slow(Dataset[Any]):

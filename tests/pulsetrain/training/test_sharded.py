@@ -370,3 +370,20 @@ def test_what_is_not_known_to_work_on_shards_is_refused(options: dict[str, Any],
     for each in in_processes(run):
         assert each.error == ""
         assert said in each.value
+
+
+def test_a_save_that_raises_on_the_main_process_ends_all(tmp_path: Path):
+    def run(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, "fsdp")
+        saver = next(each for each in made.handlers if isinstance(each, Checkpointer))
+        if rank == 0:
+
+            def refuse(*arguments: Any, **options: Any) -> Any:
+                raise ValueError("cannot be written")
+
+            saver.manager.save = refuse  # type: ignore[method-assign]
+        made.train()
+
+    first, second = in_processes(run, limit=40)
+    assert "ValueError: cannot be written" in first.error
+    assert "cannot be written" in second.error
