@@ -151,8 +151,6 @@ def write_log(folder: Path, rank: int, events: int) -> None:
     writer = LogWriter(folder / "events", rank)
     for at in range(events):
         event = LoggedEvent(ord=at, engine="trainer", event=NAMES[at % 4], iteration=at // 4 + 1, seq=at)
-            ord=number, engine="trainer", event=NAMES[number % 4], iteration=number // 4 + 1, seq=number
-        )
         writer.add(event)
     writer.close()
 
