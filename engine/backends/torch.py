@@ -122,11 +122,11 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             refused["strategy"] = type(strategy)  # it may call parts of the model
         if type(optimizer) not in _ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
-        for name, value in refused.items():
+        if refused:
             raise ConfigurationError(
                 "is not known to work with a sharded model; choose another, or give each process the whole model",
                 "TorchBackend",
-                **{name: value},
+                **refused,
             )
 
     def _shard(self, module: nn.Module, optimizer: OptimizerRequest) -> None:
@@ -134,9 +134,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         whole = dict(module.named_parameters(remove_duplicate=False))
         shard_module(module, self.topology, self.device)
         shards = dict(module.named_parameters(remove_duplicate=False))
-        given = optimizer.chosen.values() if isinstance(optimizer.chosen, Mapping) else [optimizer.chosen]
-        made = [each for each in given if isinstance(each, torch.optim.Optimizer)]
-        point_at(made, {each: shards[name] for name, each in whole.items()})
+        if isinstance(optimizer.chosen, torch.optim.Optimizer):
+            point_at(optimizer.chosen, {each: shards[name] for name, each in whole.items()})
 
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:
         """The module and its optimizer themselves."""

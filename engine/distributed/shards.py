@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,32 +47,28 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device) ->
     fully_shard(module, **options)
 
 
-def point_at(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[Tensor, Tensor]) -> None:
-    """Let optimizers that were made over whole parameters update their shards.
+def point_at(optimizer: torch.optim.Optimizer, parameters: Mapping[Tensor, Tensor]) -> None:
+    """Let an optimizer that was made over whole parameters update their shards.
 
     Args:
-        optimizers: without any state yet.
+        optimizer: without any state yet.
         parameters: whole -> sharded.
 
     Raises:
-        ConfigurationError: one has made updates already, or updates other parameters.
+        ConfigurationError: it has made updates already, or updates other parameters.
     """
-    for optimizer in optimizers:
-        if optimizer.state:
-            raise ConfigurationError(
-                "it has made updates, whose state belongs to the whole parameters; pass a new one, or its name",
-                "Trainer",
-                optimizer=type(optimizer),
-            )
-        if any(each not in parameters for group in optimizer.param_groups for each in group["params"]):
-            raise ConfigurationError(
-                "it updates a parameter that is not the model's, so it cannot be split up with it; make it over "
-                "model.parameters()",
-                "Trainer",
-                optimizer=type(optimizer),
-            )
-        for group in optimizer.param_groups:
-            group["params"] = [parameters[each] for each in group["params"]]
+    rule = ""
+    if optimizer.state:
+        rule = "it has made updates, whose state belongs to the whole parameters; pass a new one, or its name"
+    elif any(each not in parameters for group in optimizer.param_groups for each in group["params"]):
+        rule = (
+            "it updates a parameter that is not the model's, so it cannot be split up with it; make it over "
+            "model.parameters()"
+        )
+    if rule:
+        raise ConfigurationError(rule, "Trainer", optimizer=type(optimizer))
+    for group in optimizer.param_groups:
+        group["params"] = [parameters[each] for each in group["params"]]
 
 
 @contextmanager

@@ -386,11 +386,11 @@ class Checkpointer(Handler):
             except Exception as error:  # the others wait for what has come of it
                 failure = error
         self._control.wait_for_main()
+        # what has come of it in the main process; it fails on all ranks, so that they decide alike afterwards
+        refused = self._control.broadcast(None if failure is None else (isinstance(failure, OSError), str(failure)))
         if failure is not None:
-            self._control.broadcast((isinstance(failure, OSError), str(failure)))
             raise failure
-        refused = self._control.broadcast((False, ""))  # of the main process
-        if refused[1]:  # it fails on all ranks, so that they decide alike afterwards
+        if refused is not None:
             raise OSError(refused[1]) if refused[0] else CheckpointError(f"the main process: {refused[1]}")
         return place
 

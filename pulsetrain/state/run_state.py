@@ -14,6 +14,7 @@ from pulsetrain.engine import LAST, Backend, CheckpointError, Engine, Events, Ph
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.shards import sharded_like
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.events.names import EventLike
@@ -272,8 +273,10 @@ class ModelPart(OwnedPart[nn.Module]):
                 "continues with those",
                 tensors={name: f"{now} to {saved}".replace("torch.", "") for name, (now, saved) in converted.items()},
             )
-        mine = self._owner.state_dict()
-        super().load_state_dict({name: sharded_like(each, mine.get(name)) for name, each in state.items()})
+        if is_sharded(self._owner):
+            mine = self._owner.state_dict()
+            state = {name: sharded_like(each, mine.get(name)) for name, each in state.items()}
+        super().load_state_dict(state)
 
 
 class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
