@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,16 +89,20 @@ class Saving(Engine):
         self.checkpoint_state = state
 
 
+def begin(background: BackgroundSave, state: Any, write: Callable[[Any, Any], object]) -> None:
+    """Save a state, and announce nothing."""
+    background.begin(state, 0, write, lambda event, payload: None, lambda: None)
+
+
 def stall(megabytes: int, rounds: int) -> tuple[float, float]:
     """Milliseconds that a background save blocks the training thread, per 100 MB: later saves, and the first."""
     state = make_state(megabytes)
-    engine = Saving(lambda engine, batch: None, lambda: state)
     background = BackgroundSave()
-    background.prepare(engine)  # as a Checkpointer does after the tenth iteration
+    background.prepare(state)  # as a Checkpointer does after the tenth iteration
     time.sleep(5 * megabytes / 500)
     seconds = []
     for _ in range(rounds + 1):
-        seconds.append(timed(lambda: background.begin(engine, lambda copy, announce: None, undo=lambda: None)))
+        seconds.append(timed(lambda: begin(background, state, lambda copy, announce: None)))
         background.settle(wait=True)
     scale = 1e3 * 100 / megabytes
     return statistics.median(seconds[1:]) * scale, seconds[0] * scale
@@ -166,11 +171,10 @@ def measured_memory(kind: str, folder: Path, megabytes: int) -> int:
     state = make_state(megabytes)
     before = peak_bytes()
     manager = CheckpointManager(folder / kind, keep_last_n=1)
-    engine = Saving(lambda engine, batch: None, lambda: state)
     background = BackgroundSave()
     for _ in range(2):
         if kind == "background":
-            background.begin(engine, lambda copy, announce: manager.save(copy), undo=lambda: None)
+            begin(background, state, lambda copy, announce: manager.save(copy))
             background.settle(wait=True)
         else:
             manager.save(state)

@@ -22,7 +22,7 @@ from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.ranks import check_shared, is_sharded, ranks
-from pulsetrain.engine.distributed.shards import gathered, resharded
+from pulsetrain.engine.distributed.shards import resharded
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -40,6 +40,7 @@ from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.module_state import ModulesPart
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.run_state import (
+    IN_PIECES,
     BackendPart,
     Counters,
     MadeWith,
@@ -405,11 +406,10 @@ class Trainer(Engine):
         """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys.
 
         Weights and waiting gradients are the live tensors, not copies: write or copy them before training continues.
-        If the model is sharded, all processes have to call this: the main one gets whole tensors, the others none.
+        If the model is sharded, they are this process's shards.
         """
         with reading_once(self.model):
-            state = self.resumer.state.state_dict()
-        return gathered(state) if is_sharded(self.model) else state
+            return self.resumer.state.state_dict()
 
     def files_to_sync(self) -> list[Path]:
         """Files that the run's handlers have written and that a checkpoint counts on, such as the event log."""
@@ -430,7 +430,7 @@ class Trainer(Engine):
             CheckpointError: it is damaged, or does not fit this trainer.
         """
         folder = resolve(path)
-        self.load_checkpoint_state(load_checkpoint(folder))
+        self.load_checkpoint_state(load_checkpoint(folder, in_pieces=IN_PIECES if is_sharded(self.model) else ()))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
     def load_checkpoint_state(self, state: Mapping[str, object]) -> None:

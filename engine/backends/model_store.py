@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from pulsetrain.engine.backends.module_view import version_of
 from pulsetrain.engine.backends.value_states import rate_of, with_buffers
+from pulsetrain.engine.checkpoint.pieces import StoredTensor
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.distributed.parallelize import DataParallelModule, without_wrapper
-from pulsetrain.engine.distributed.shards import sharded_like
+from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, ModuleView, ValueBackend
@@ -67,8 +68,8 @@ class InPlaceStore(ModelStore):
     def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
         def put_back() -> None:
             for name, parameter in self.module.named_parameters():
-                found = saved[name].to(parameter.device) if name in saved else None
-                parameter.grad = sharded_like(found, parameter)
+                found = sharded_like(saved[name], parameter) if name in saved else None
+                parameter.grad = None if found is None else found.to(parameter.device)
 
         return put_back
 
@@ -330,7 +331,7 @@ def check_optimizer_state(
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         for name, value in saved["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+            if isinstance(value, (Tensor, StoredTensor)) and len(value.shape) and value.shape != parameter.shape:
                 raise CheckpointError(
                     f"the optimizer's state does not fit: {name} of parameter {index} is {tuple(value.shape)} in the "
                     f"checkpoint, the parameter is {tuple(parameter.shape)} here"

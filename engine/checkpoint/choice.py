@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from pulsetrain.engine.checkpoint.files import files_of
 from pulsetrain.engine.checkpoint.locations import Location, location_of
@@ -17,7 +18,7 @@ __all__ = ["best_of", "latest_of", "load_checkpoint", "resolve"]
 LATEST = "latest"
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Plain]:
+def load_checkpoint(path: str | os.PathLike[str], *, in_pieces: Collection[str] = ()) -> dict[str, Plain]:
     """Read a checkpoint after checking it against its manifest; tensors are on the CPU.
 
     >>> import tempfile
@@ -29,11 +30,13 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Plain]:
 
     Args:
         path: whatever `resolve` takes.
+        in_pieces: entries whose tensors are left on the disk, as `StoredTensor`, if several processes wrote them: a
+            process that needs a part of one reads that alone.
 
     Raises:
         CheckpointError: it is missing, incomplete, damaged, of a newer format or holds code; the message says which.
     """
-    return read_checkpoint(resolve(path))
+    return read_checkpoint(resolve(path), in_pieces=in_pieces)
 
 
 def resolve(path: str | os.PathLike[str]) -> Location:

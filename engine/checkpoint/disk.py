@@ -38,20 +38,22 @@ class Disk:
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is a file")
 
-    def commit(self, target: Path, name: str, state: Write, manifest: Callable[[FileEntry], bytes]) -> None:
+    def begin(self, target: Path) -> None:
+        self.abandon(target)  # an earlier attempt that failed
+        os.mkdir(_partial(target))
+
+    def write(self, target: Path, name: str, content: Write) -> FileEntry:
+        return write_file(_partial(target) / name, content)
+
+    def commit(self, target: Path, manifest: bytes) -> None:
         partial = _partial(target)
-        shutil.rmtree(partial, ignore_errors=True)  # from an earlier attempt that failed
-        os.mkdir(partial)
-        try:
-            written = write_file(partial / name, state)
-            content = manifest(written)
-            write_file(partial / MANIFEST, lambda file: file.write(content))
-            sync(partial)
-            os.rename(partial, target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        write_file(partial / MANIFEST, lambda file: file.write(manifest))
+        sync(partial)
+        os.rename(partial, target)
         sync(target.parent)
+
+    def abandon(self, target: Path) -> None:
+        shutil.rmtree(_partial(target), ignore_errors=True)
 
     def replace(self, file: Path, content: bytes) -> None:
         self.replace_by(file, lambda partial: write_file(partial, lambda opened: opened.write(content)))

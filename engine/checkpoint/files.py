@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, Protocol, cast
 
 from pulsetrain.engine.checkpoint.digests import Write
@@ -23,18 +23,30 @@ class Files(Protocol):
     def make(self, folder: Location) -> None:
         """Create a folder for checkpoints if it is missing."""
 
-    def commit(self, target: Location, name: str, state: Write, manifest: Callable[[FileEntry], bytes]) -> None:
-        """Write a checkpoint, which readers see whole or not at all; it is durable when this returns.
+    def begin(self, target: Location) -> None:
+        """Begin a checkpoint, which readers see whole, once it is committed, or not at all."""
+
+    def write(self, target: Location, name: str, content: Write) -> FileEntry:
+        """Write a file of a checkpoint that was begun, here or in another process; it is durable when this returns.
 
         Args:
             target: folder of the checkpoint.
-            name: name of the state's file.
-            state: writes that file.
-            manifest: makes the manifest from the size and digest of that file.
+            name: of the file.
+            content: writes it.
+
+        Returns:
+            Its size and digest.
+        """
+
+    def commit(self, target: Location, manifest: bytes) -> None:
+        """Complete a checkpoint that was begun; it is durable when this returns.
 
         Raises:
-            OSError: it could not be written, or it is complete but may not be durable.
+            OSError: it is not complete, or it is but may not be durable.
         """
+
+    def abandon(self, target: Location) -> None:
+        """Remove a checkpoint that was begun and not committed, as far as that is possible."""
 
     def replace(self, file: Location, content: bytes) -> None:
         """Write or replace a small file atomically; it is durable when this returns."""

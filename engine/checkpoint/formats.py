@@ -1,54 +1,105 @@
-"""The file formats of a checkpoint's state: torch's, or safetensors, whose arrays other tools can read."""
+"""The file formats of a checkpoint's state: torch's, or safetensors, whose arrays other tools can read.
+
+Processes that each hold a piece of the tensors write a safetensors file each. That of the main process has all the
+rest of the state as well.
+"""
 
 from __future__ import annotations
 
-from typing import IO, Literal
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Literal, NamedTuple
 
 import torch
 
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.checkpoint.manifest import STATES
+from pulsetrain.engine.checkpoint.pieces import StoredPiece
 from pulsetrain.engine.checkpoint.plain import Plain
-from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_file
-from pulsetrain.engine.checkpoint.tree_codec import decode_tree, encode_tree
+from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_file, read_header
+from pulsetrain.engine.checkpoint.tree_codec import Encoded, decode_tree, encode_tree
 
-__all__ = ["FORMS", "Form", "check_form", "read_state", "state_writer"]
+__all__ = ["FORMS", "Form", "StateFile", "check_form", "piece_file", "read_state", "state_file", "stored_pieces"]
 
 Form = Literal["torch", "safetensors"]
 FORMS: dict[Form, int] = {"torch": 2, "safetensors": 3}  # the manifest's format for each form
+_IN_PIECES = 4
 
-_TREE = "pulsetrain.checkpoint"  # the entry of the file's metadata with everything but the arrays
+# entries of a file's metadata: everything but the arrays, and where those that are pieces begin
+_TREE, _OFFSETS = "pulsetrain.checkpoint", "pulsetrain.pieces"
 
 
-def state_writer(content: dict[str, Plain], form: Form) -> Write:
-    """A function that writes the file of a plain state.
+class StateFile(NamedTuple):
+    """How a state is written."""
+
+    write: Write
+    format: int  # for the manifest
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return STATES[self.format]
+
+
+def state_file(content: dict[str, Plain], form: Form) -> StateFile:
+    """How to write the file of a plain state, with the pieces that this process has of its tensors.
 
     Raises:
         CheckpointError: the form cannot hold the state.
     """
     if form == "torch":
-        return lambda file: torch.save(content, file)
-    tree, arrays = encode_tree(content)
-    return file_writer(arrays, {_TREE: tree})
+        return StateFile(lambda file: torch.save(content, file), FORMS[form])
+    encoded = encode_tree(content)
+    metadata = {_TREE: encoded.text}
+    if not encoded.pieces:
+        return StateFile(file_writer(encoded.arrays, metadata), FORMS[form])
+    return StateFile(file_writer(encoded.arrays, metadata | _offsets(encoded)), _IN_PIECES)
 
 
-def read_state(file: IO[bytes], number: int) -> Plain:
-    """Read a state from its file; tensors are on the CPU.
+def piece_file(content: dict[str, Plain]) -> Write:
+    """A function that writes the pieces alone that a process has of a state, of which another one writes the rest."""
+    encoded = encode_tree(content)
+    return file_writer({name: encoded.arrays[name] for name in encoded.pieces}, _offsets(encoded))
+
+
+def stored_pieces(files: Iterable[Callable[[], IO[bytes]]]) -> dict[str, list[StoredPiece]]:
+    """The pieces in a checkpoint's files, by the name of their tensor.
+
+    Args:
+        files: functions that open one each.
+    """
+    found: dict[str, list[StoredPiece]] = {}
+    for open in files:
+        with open() as opened:
+            entries, metadata = read_header(opened)
+        for name, offset in json.loads(metadata.get(_OFFSETS, "{}")).items():
+            found.setdefault(name, []).append(StoredPiece(open, entries[name], tuple(offset)))
+    return found
+
+
+def read_state(file: IO[bytes], number: int, pieces: Mapping[str, list[StoredPiece]] | None = None) -> Plain:
+    """Read a state from its file; tensors are on the CPU, and those in pieces are stored tensors.
 
     Args:
         file: open for reading.
         number: the manifest's format.
+        pieces: those in all files.
 
     Raises:
         Exception: the file is not of that format.
     """
     if STATES[number] != STATES[FORMS["safetensors"]]:
         return torch.load(file, map_location="cpu", weights_only=True)
-    arrays, metadata = read_file(file)
+    pieces = pieces or {}
+    arrays, metadata = read_file(file, without=pieces)
     if _TREE not in metadata:
         raise ValueError("it holds only arrays")
-    return decode_tree(metadata[_TREE], arrays)
+    return decode_tree(metadata[_TREE], arrays, pieces)
+
+
+def _offsets(encoded: Encoded) -> dict[str, str]:
+    return {_OFFSETS: json.dumps({name: list(piece.offset) for name, piece in encoded.pieces.items()})}
 
 
 def check_form(caller: str, form: str | None) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint.choice import best_of, latest_of, load_checkpoint
 from pulsetrain.engine.checkpoint.files import files_of
-from pulsetrain.engine.checkpoint.formats import FORMS, Form, check_form, state_writer
+from pulsetrain.engine.checkpoint.formats import Form, check_form, piece_file, state_file
 from pulsetrain.engine.checkpoint.locations import Location, location_of
-from pulsetrain.engine.checkpoint.manifest import BEST, DELETED, STATES, seal, unseal
+from pulsetrain.engine.checkpoint.manifest import BEST, DELETED, FileEntry, seal, unseal
 from pulsetrain.engine.checkpoint.plain import Plain, plain
 from pulsetrain.engine.checkpoint.reader import (
     damage_of,
@@ -24,7 +24,7 @@ from pulsetrain.engine.checkpoint.reader import (
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFolderError
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["CheckpointManager", "check_name"]
+__all__ = ["CheckpointManager", "Others", "check_name"]
 
 
 class _History(NamedTuple):
@@ -40,6 +40,20 @@ class _History(NamedTuple):
         if step >= self.last_step:
             names = [*names, name]
         return {"ordinal": self.ordinal + 1, "last_step": max(step, self.last_step), "names": names}
+
+
+class Others(Protocol):
+    """The processes that write pieces of a checkpoint's tensors."""
+
+    def may_write(self) -> None:
+        """The checkpoint's folder is there."""
+
+    def written(self) -> Mapping[str, FileEntry]:
+        """Wait until they have written their files.
+
+        Raises:
+            OSError: one of them could not.
+        """
 
 
 class CheckpointManager:
@@ -94,6 +108,8 @@ class CheckpointManager:
         form: Form = "torch",
         prune: bool = True,
         unsaved: Mapping[str, list[str]] | None = None,
+        others: Others | None = None,
+        target: Location | None = None,
     ) -> Location:
         """Write a checkpoint; it is durable when this returns.
 
@@ -110,6 +126,8 @@ class CheckpointManager:
                 in the checkpoint. With "safetensors", long lists of floats are arrays, too.
             prune: delete older checkpoints at the end; if not, call `prune` later.
             unsaved: names of state that the checkpoint lacks, for its manifest.
+            others: processes that write pieces of the state's tensors, by `write_pieces`.
+            target: the folder, as `target` gave it.
 
         Raises:
             ConfigurationError: the name has characters other than letters, digits, `_`, `.`, `+` and `-`, or there is
@@ -122,18 +140,28 @@ class CheckpointManager:
         self._check_refusal()
         check_name("save", name)
         check_form("save", form)
-        write, number = state_writer(plain(checkpoint), form), FORMS[form]
+        file = state_file(plain(checkpoint), form)
         if not self._cleaned:
             self.clean()  # before anything is written: the disk may be full of it
         history = self._history()
         if step is None:
             step = max((step_of(folder) for folder in find_checkpoints(self.checkpoint_dir)), default=-1) + 1
-        target, file = self.target(name, step), STATES[number]
-        labels = {"format": number, "step": step, "name": name, **history.followed_by(step, target.name)}
+        target = self.target(name, step) if target is None else target
+        labels = {"format": file.format, "step": step, "name": name, **history.followed_by(step, target.name)}
         lacking = {why: names for why, names in (unsaved or {}).items() if names}
         if lacking:
             labels["unsaved"] = lacking
-        self._files.commit(target, file, write, lambda written: seal({**labels, "files": {file: written}}))
+        try:
+            self._files.begin(target)
+            if others is not None:
+                others.may_write()
+            entries = {file.name: self._files.write(target, file.name, file.write)}
+            if others is not None:
+                entries |= others.written()
+            self._files.commit(target, seal({**labels, "files": entries}))
+        except BaseException:
+            self._files.abandon(target)
+            raise
         if is_best:
             self.set_best(target.name)
         if announce is not None:
@@ -141,6 +169,20 @@ class CheckpointManager:
         if prune:
             self.prune([target, *keep])
         return target
+
+    def write_pieces(self, checkpoint: Mapping[str, object], target: Location, rank: int) -> dict[str, FileEntry]:
+        """Write the pieces that this process has of a checkpoint, which the main process saves with `others`.
+
+        Args:
+            checkpoint: the same as in the main process, but for the pieces.
+            target: the checkpoint's folder.
+            rank: of this process.
+
+        Returns:
+            The file's name, size and digest.
+        """
+        name = f"rank-{rank:05d}.safetensors"
+        return {name: self._files.write(target, name, piece_file(plain(checkpoint)))}
 
     def target(self, name: str, step: int) -> Location:
         """The folder that the next checkpoint of this name and step will use: one that none has had before."""

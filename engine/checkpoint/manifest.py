@@ -16,8 +16,8 @@ __all__ = [
 MANIFEST, BEST = "manifest.json", "best"
 DELETED = "deleted"  # the file that remembers the names of checkpoints that a rewind has deleted
 FOLDER = re.compile(r"(?P<step>\d{9,})-(?P<name>[\w.+-]+?)(?:~(?P<repeat>\d+))?")
-STATES = {1: "state.pt", 2: "state.pt", 3: "state.safetensors"}  # the state's file in each format
-FORMATS = tuple(STATES)  # 1 had no digest of its own; 2 and 3 are written, depending on the form of the state
+STATES = {1: "state.pt", 2: "state.pt", 3: "state.safetensors", 4: "state.safetensors"}  # the file in each format
+FORMATS = tuple(STATES)  # 1 had no digest of its own; 2 and 3 are written by one process, 4 by several together
 
 _FIELDS_OF_1 = frozenset({"format", "step", "name", "ordinal", "files"})
 

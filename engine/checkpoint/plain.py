@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from pulsetrain.engine.checkpoint.pieces import Piece
 from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["Plain", "Step", "as_saved", "plain", "shown_path"]
@@ -17,7 +18,7 @@ Plain: TypeAlias = Any  # a value that a checkpoint may hold; those who load one
 Step: TypeAlias = object  # of a path into a checkpoint: a key or an index
 
 # types that torch.load(weights_only=True) reads back unchanged; it rejects their subclasses
-_WHOLE = frozenset({str, bool, float, type(None), torch.Size, torch.dtype, torch.device})
+_WHOLE = frozenset({str, bool, float, type(None), torch.Size, torch.dtype, torch.device, Piece})
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KEYS = frozenset({str, bool, int, float, type(None)})
 _INT_BITS = 2039  # of the largest integer that torch reads

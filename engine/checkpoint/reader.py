@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
+from functools import partial
 from pickle import UnpicklingError
 
 from pulsetrain.engine.checkpoint.digests import digest_of
 from pulsetrain.engine.checkpoint.files import files_of
-from pulsetrain.engine.checkpoint.formats import read_state
+from pulsetrain.engine.checkpoint.formats import read_state, stored_pieces
 from pulsetrain.engine.checkpoint.locations import Location, location_of
 from pulsetrain.engine.checkpoint.manifest import (
     FOLDER,
@@ -19,6 +21,7 @@ from pulsetrain.engine.checkpoint.manifest import (
     is_checkpoint_name,
     parse_manifest,
 )
+from pulsetrain.engine.checkpoint.pieces import whole
 from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.errors import CheckpointError
 
@@ -47,13 +50,22 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Location]:
     return sorted(found, key=_age)
 
 
-def read_checkpoint(folder: Location) -> dict[str, Plain]:
-    """The state in a checkpoint's folder; see `load_checkpoint`."""
-    number = _checked(folder)["format"]
+def read_checkpoint(folder: Location, *, in_pieces: Collection[str] = ()) -> dict[str, Plain]:
+    """The state in a checkpoint's folder; see `load_checkpoint`.
+
+    Args:
+        folder: of the checkpoint.
+        in_pieces: entries whose tensors are left on the disk, as `StoredTensor`, if several processes wrote them.
+    """
+    manifest, files = _checked(folder), files_of(folder)
+    number = manifest["format"]
     file = folder / STATES[number]
     try:
-        with files_of(folder).open(file) as opened:
-            loaded = read_state(opened, number)
+        pieces = stored_pieces(partial(files.open, folder / each) for each in manifest["files"]) if number == 4 else {}
+        with files.open(file) as opened:
+            loaded = read_state(opened, number, pieces)
+        if pieces:
+            loaded = {name: value if name in in_pieces else whole(value) for name, value in loaded.items()}
     except Exception as error:  # torch raises many kinds for a file that is not ours
         # without torch's advice, which is to load the file with weights_only=False
         named = re.search(r"GLOBAL ([\w.]+)", str(error))

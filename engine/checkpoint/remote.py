@@ -6,7 +6,7 @@ object visible as a whole and durable when it is closed, and list every object t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING
 
 from pulsetrain.engine.checkpoint.digests import Write, write_digested
@@ -30,15 +30,18 @@ class Remote:
     def make(self, folder: CheckpointUrl) -> None:
         """Does nothing: such stores have no empty folders."""
 
-    def commit(self, target: CheckpointUrl, name: str, state: Write, manifest: Callable[[FileEntry], bytes]) -> None:
-        try:
-            self._store.makedirs(self._path(target), exist_ok=True)
-            with self._store.open(self._path(target / name), "wb") as file:
-                written = write_digested(file.write, state)
-            self._store.pipe_file(self._path(target / MANIFEST), manifest(written))
-        except BaseException:
-            self._remove(target)
-            raise
+    def begin(self, target: CheckpointUrl) -> None:
+        self._store.makedirs(self._path(target), exist_ok=True)
+
+    def write(self, target: CheckpointUrl, name: str, content: Write) -> FileEntry:
+        with self._store.open(self._path(target / name), "wb") as file:
+            return write_digested(file.write, content)
+
+    def commit(self, target: CheckpointUrl, manifest: bytes) -> None:
+        self._store.pipe_file(self._path(target / MANIFEST), manifest)
+
+    def abandon(self, target: CheckpointUrl) -> None:
+        self._remove(target)
 
     def replace(self, file: CheckpointUrl, content: bytes) -> None:
         self._store.pipe_file(self._path(file), content)

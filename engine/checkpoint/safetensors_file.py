@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import IO, TypeVar
+from collections.abc import Container, Mapping
+from typing import IO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["CODES", "file_writer", "read_file"]
+__all__ = ["CODES", "Entry", "file_writer", "read_file", "read_header", "read_rows"]
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -74,8 +74,16 @@ def file_writer(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Wr
     return write
 
 
-def read_file(file: IO[bytes]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The arrays and the metadata of such a file; each array has its own memory.
+class Entry(NamedTuple):
+    """Where an array is in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int  # its first byte
+
+
+def read_header(file: IO[bytes]) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Where the arrays are, in the order of the file, and the metadata; the file is then at the first array.
 
     Raises:
         ValueError: it is not such a file.
@@ -85,7 +93,7 @@ def read_file(file: IO[bytes]) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ValueError(f"its header would have {length} bytes, and {_HEADER_LIMIT} is the limit")
     header = json.loads(_filled(file, bytearray(length)))
     metadata = header.pop(_METADATA, {})
-    arrays: dict[str, Tensor] = {}
+    entries: dict[str, Entry] = {}
     position = 0
     for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
         if entry["dtype"] not in _DTYPES:
@@ -96,12 +104,36 @@ def read_file(file: IO[bytes]) -> tuple[dict[str, Tensor], dict[str, str]]:
             raise ValueError(
                 f"{name} has bytes {begin} to {end}, which do not fit its shape {shape} or the array before it"
             )
-        array = torch.empty(shape, dtype=dtype)
+        entries[name], position = Entry(dtype, tuple(shape), 8 + length + begin), end
+    return entries, metadata
+
+
+def read_file(file: IO[bytes], without: Container[str] = ()) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The arrays, but for some, and the metadata of such a file; each array has its own memory.
+
+    Raises:
+        ValueError: it is not such a file.
+    """
+    entries, metadata = read_header(file)
+    arrays: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        if name in without:
+            file.seek(entry.at + math.prod(entry.shape) * entry.dtype.itemsize)
+            continue
+        array = torch.empty(entry.shape, dtype=entry.dtype)
         _filled(file, _bytes_of(array))
-        arrays[name], position = array, end
+        arrays[name] = array
     if file.read(1):
         raise ValueError("bytes follow its last array")
     return arrays, metadata
+
+
+def read_rows(file: IO[bytes], entry: Entry, begin: int, end: int) -> Tensor:
+    """The rows of an array, of at least one dimension, from `begin` to before `end`."""
+    array = torch.empty((end - begin, *entry.shape[1:]), dtype=entry.dtype)
+    file.seek(entry.at + begin * math.prod(entry.shape[1:]) * entry.dtype.itemsize)
+    _filled(file, _bytes_of(array))
+    return array
 
 
 def _bytes_of(array: Tensor) -> memoryview:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.checkpoint.pieces import Piece
 from pulsetrain.engine.checkpoint.plain import Plain, as_saved
 from pulsetrain.engine.errors import CheckpointError
 
@@ -91,6 +93,8 @@ class _Copying:
         kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
             return self._of_tensor(value)
+        if kind is Piece:
+            return replace(value, data=self._of_tensor(value.data))
         if kind is dict:
             return {key: self.copied(item) for key, item in value.items()}
         if kind is list or kind is tuple:

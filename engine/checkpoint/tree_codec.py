@@ -11,15 +11,17 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor
 from pulsetrain.engine.checkpoint.plain import Plain, Step, as_saved, shown_path
 from pulsetrain.engine.checkpoint.safetensors_file import CODES
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["decode_tree", "encode_tree"]
+__all__ = ["Encoded", "decode_tree", "encode_tree"]
 
 _Path = tuple[Step, ...]
 
@@ -27,41 +29,54 @@ _MANY = 64  # a list of at least so many floats becomes an array: a history has 
 _DEPTH = 100  # levels of containers: each uses some of Python's stack when it is decoded
 
 
-def encode_tree(state: dict[str, Plain]) -> tuple[str, dict[str, Tensor]]:
-    """The text and the arrays of a state that `plain` has accepted.
+class Encoded(NamedTuple):
+    """A state as a text and arrays."""
+
+    text: str
+    arrays: dict[str, Tensor]
+    pieces: dict[str, Piece]  # those of the arrays that are pieces
+
+
+def encode_tree(state: dict[str, Plain]) -> Encoded:
+    """The text, the arrays and the pieces of a state that `plain` has accepted.
 
     The arrays are the state's own tensors, not copies. Tensors with the same memory are one array. An array's name is
     its path, joined by "/", with a number appended if two paths are equal.
 
-    >>> encode_tree({"w": torch.ones(2), "step": 3})
+    >>> encode_tree({"w": torch.ones(2), "step": 3})[:2]
     ('{"dict":{"w":{"tensor":"w"},"step":3}}', {'w': tensor([1., 1.])})
 
     Raises:
         CheckpointError: a tensor is sparse, quantized or without values, or a container too deep; it says where.
     """
     encoder = _Encoder()
-    return json.dumps(encoder.value(state, ()), separators=(",", ":")), encoder.arrays
+    text = json.dumps(encoder.value(state, ()), separators=(",", ":"))
+    return Encoded(text, encoder.arrays, encoder.pieces)
 
 
-def decode_tree(text: str, arrays: dict[str, Tensor]) -> Plain:
-    """The state that was encoded; tensors that shared memory share it again.
+def decode_tree(
+    text: str, arrays: dict[str, Tensor], pieces: Mapping[str, Sequence[StoredPiece]] | None = None
+) -> Plain:
+    """The state that was encoded; tensors that shared memory share it again, and those in pieces are stored tensors.
 
     >>> decode_tree('{"dict":{"w":{"tensor":"w"},"step":3}}', {"w": torch.ones(2)})
     {'w': tensor([1., 1.]), 'step': 3}
 
     Args:
-        text: the first result of `encode_tree`.
-        arrays: the second; entries are removed as they are used, so that no array is held twice.
+        text: that of `encode_tree`.
+        arrays: its arrays; entries are removed as they are used, so that no array is held twice.
+        pieces: those of all processes, by the name of their tensor.
 
     Raises:
         ValueError: the text is not such an encoding, or an array is missing.
     """
-    return _Decoder(arrays).value(json.loads(text))
+    return _Decoder(arrays, pieces or {}).value(json.loads(text))
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.arrays: dict[str, Tensor] = {}
+        self.pieces: dict[str, Piece] = {}
         self._names: dict[tuple[object, ...], str] = {}  # of the encoded tensors, by their memory
 
     def value(self, value: Plain, path: _Path) -> Plain:
@@ -89,6 +104,8 @@ class _Encoder:
             return {"dtype": _name_of(value)}
         if kind is torch.device:
             return {"device": str(value)}
+        if kind is Piece:
+            return self._piece(value, path)
         return self._tensor(value, path)
 
     def _items(self, items: Sequence[Plain], path: _Path) -> Plain:
@@ -124,6 +141,13 @@ class _Encoder:
             found["attributes"] = self._mapping(attributes, (*path, "__dict__"))
         return found
 
+    def _piece(self, piece: Piece, path: _Path) -> dict[str, Plain]:
+        if piece.data.dtype not in CODES:
+            raise CheckpointError(f"{shown_path(path)}: {piece.data.dtype} cannot be saved in pieces")
+        name = self._name(piece.data, path)
+        self.pieces[name] = piece
+        return {"pieces": name, "shape": list(piece.shape), "of": _name_of(piece.data.dtype)}
+
     def _name(self, tensor: Tensor, path: _Path) -> str:
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         memory = (*where, tensor.is_conj(), tensor.is_neg())
@@ -144,8 +168,8 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, arrays: dict[str, Tensor]) -> None:
-        self._arrays = arrays
+    def __init__(self, arrays: dict[str, Tensor], pieces: Mapping[str, Sequence[StoredPiece]]) -> None:
+        self._arrays, self._pieces = arrays, pieces
         self._made: dict[str, Tensor] = {}  # decoded tensors by the name of their array
 
     def value(self, value: Plain) -> Plain:
@@ -156,6 +180,8 @@ class _Decoder:
         match value:
             case {"tensor": _}:
                 return self._tensor(value)
+            case {"pieces": name, "shape": shape, "of": dtype}:
+                return StoredTensor(name, shape, _dtype_of(dtype), self._pieces.get(name, ()))
             case {"dict": items}:
                 return {key: self.value(item) for key, item in items.items()}
             case {"pairs": pairs}:

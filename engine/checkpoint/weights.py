@@ -14,10 +14,12 @@ from torch import nn
 from pulsetrain.engine.checkpoint.choice import load_checkpoint
 from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl, location_of
+from pulsetrain.engine.checkpoint.pieces import StoredTensor
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Mismatch", "compare_weights", "load_safetensors", "load_weights", "save_safetensors", "take_dtypes"]
 
+_TAKEN = (torch.Tensor, nn.Parameter, StoredTensor)  # what has a dtype that a module can take
 Shape = tuple[int, ...]  # () for a value that is not a tensor, too
 
 
@@ -79,7 +81,7 @@ def take_dtypes(module: nn.Module, saved: Mapping[str, object]) -> dict[str, tup
     held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in held:
         value = saved.get(name)
-        if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
+        if not isinstance(value, (torch.Tensor, StoredTensor)) or type(value) not in _TAKEN:
             continue
         dtype = value.dtype
         if dtype == tensor.dtype:
@@ -240,7 +242,7 @@ def _identity(value: object) -> object:
 
 
 def _shape(value: object) -> Shape:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+    return tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else ()
 
 
 def _safetensors(caller: str) -> tuple[ModuleType, type[Exception]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -21,8 +22,8 @@ __all__ = ["ControlGroup"]
 
 T = TypeVar("T")
 _WIDTH = 63  # numbers that are summed at once
-_PATIENCE = 1800.0  # seconds that the main process may take to save
-_POLL = 0.02  # seconds between two looks for the main process
+_PATIENCE = 1800.0  # seconds that a rank may take to save
+_POLL = 0.02  # seconds between two looks for what it posts
 _SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
 
 
@@ -53,7 +54,6 @@ class ControlGroup:
         self.ranks, self.timeout = ranks, timeout
         self.calls = 0  # collectives so far
         self._group, self._store = group, store
-        self._waits = 0  # for the main process
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         readers = others if host == ranks.rank else ()
         self.board = None if store is None else FailureBoard(store, ranks.rank, readers, host)
@@ -139,31 +139,40 @@ class ControlGroup:
             raise refused
         return value  # type: ignore[return-value]  # decided
 
-    def wait_for_main(self) -> None:
-        """Return once the main process has come here, too: it may take longer than the timeout.
+    def post(self, key: str, value: object) -> None:
+        """Leave a value of JSON under a key of this rank; no collective, so any thread may do it."""
+        if self._store is not None:
+            self._store.set(f"post/{key}/{self.ranks.rank}", json.dumps(value))
+
+    def posted(self, key: str, rank: int, what: str) -> Any:
+        """The value that a rank leaves under a key; waits for it, longer than the timeout if need be.
+
+        Args:
+            key: of the value; one that was not used before.
+            rank: that posts it.
+            what: this one waits for, in an error.
 
         Raises:
             PeerFailed: a rank has failed meanwhile.
         """
-        if self._store is None or self.board is None:
-            return
-        self._waits += 1
-        key = f"main/{self._waits}"
-        if self.ranks.is_main:
-            self._store.set(key, "")
-        until = time.monotonic() + _PATIENCE
+        assert self._store is not None
+        assert self.board is not None
+        at, until = f"post/{key}/{rank}", time.monotonic() + _PATIENCE
         try:
-            while not self._store.check([key]):
+            while not self._store.check([at]):
                 failure = self.board.first_of_others()
                 if failure is not None:
                     raise failure.as_error()
                 if time.monotonic() > until:
-                    raise PeerFailed(f"rank 0 has not come within {_PATIENCE:g} s, while this one waited for a save")
+                    raise PeerFailed(
+                        f"rank {rank} has not come within {_PATIENCE:g} s, while this one waited for {what}"
+                    )
                 time.sleep(_POLL)
+            return json.loads(self._store.get(at))
         except PeerFailed:
             raise
         except RuntimeError as error:  # the store has ended
-            raise self.explained(error, "a save of the main process") from error
+            raise self.explained(error, what) from error
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give these tensors the values of the main rank, in place."""

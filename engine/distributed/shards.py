@@ -1,8 +1,8 @@
-"""Models that are split over the processes (FSDP2): splitting one up, and its tensors as whole ones and back."""
+"""Models that are split over the processes (FSDP2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["gathered", "held", "local", "point_at", "resharded", "shard_module", "sharded_like"]
+__all__ = ["is_shard", "local", "point_at", "resharded", "shard_module"]
 
 
 def shard_module(module: nn.Module, topology: Topology, device: torch.device) -> None:
@@ -85,53 +85,13 @@ def resharded(module: nn.Module) -> Iterator[None]:
                     each.reshard()
 
 
-def gathered(value: Any) -> Any:
-    """The value with every shard as a whole tensor on the host, in the main process; in the others, without them.
-
-    All ranks call this with values of the same structure: each shard is gathered in its turn.
-    """
-
-    def whole(shard: Any) -> Tensor | None:
-        tensor: Tensor = shard.detach().full_tensor()
-        return tensor.cpu() if ranks().is_main else None
-
-    return _with_shards(value, whole)
-
-
-def held(value: Any) -> Any:
-    """The value with what this process has of each shard in its place; nothing is communicated."""
-    return _with_shards(value, local)
-
-
-def _with_shards(value: Any, convert: Callable[[Any], Any]) -> Any:
-    if _is_shard(value):
-        return convert(value)
-    if isinstance(value, Mapping):
-        return {key: _with_shards(each, convert) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_shards(each, convert) for each in value)
-    return value
-
-
-def sharded_like(value: Any, like: Any) -> Any:
-    """This rank's shard of a whole tensor, as that of another one is; nothing is communicated.
-
-    Anything else is returned as it is: a shard, a number, or where `like` is whole.
-    """
-    if not _is_shard(like) or not isinstance(value, Tensor) or _is_shard(value) or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: its shard, or the tensor itself.
 
     >>> local(torch.ones(2))
     tensor([1., 1.])
     """
-    return tensor.to_local() if _is_shard(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _ties_blocks(module: nn.Module) -> bool:
@@ -147,7 +107,12 @@ def _ties_blocks(module: nn.Module) -> bool:
     return bool(rest & owners.keys()) or any(len(each) > 1 for each in owners.values())
 
 
-def _is_shard(value: object) -> bool:
+def is_shard(value: object) -> bool:
+    """Whether the value is a tensor of which each process holds a part.
+
+    >>> is_shard(torch.ones(2))
+    False
+    """
     return isinstance(value, Tensor) and hasattr(value, "to_local")
 
 

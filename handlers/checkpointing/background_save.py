@@ -6,26 +6,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from pulsetrain.engine import CheckpointSaved, Events, HandlerFailed, State
+from pulsetrain.engine import CheckpointSaved, Events, HandlerFailed
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["BackgroundSave", "SavedEngine"]
-
-
-class SavedEngine(Protocol):
-    """An engine with a state to save."""
-
-    state: State
-
-    def fire(self, event: Events, payload: object = None) -> None:
-        """Fire the event."""
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Everything that the next iteration depends on."""
+__all__ = ["BackgroundSave"]
 
 
 class BackgroundSave:
@@ -47,8 +35,8 @@ class BackgroundSave:
         self._preparing: threading.Thread | None = None
         self._cleaning: threading.Thread | None = None
         self._cleaning_error: BaseException | None = None
-        self._engine: SavedEngine | None = None  # of the save in progress
-        self._iteration = -1
+        self._fire: Callable[[Events, object], object] = lambda event, payload: None
+        self._iteration = -1  # of the save in progress
         self._saved: CheckpointSaved | None = None
         self._error: BaseException | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -59,26 +47,33 @@ class BackgroundSave:
         """Whether a save was begun and is not announced yet."""
         return self._thread is not None
 
-    def prepare(self, engine: SavedEngine) -> None:
-        """Allocate the memory of the copy in a thread: else training waits for it at the first save."""
-        if self._snapshot.nbytes or self._preparing is not None:
-            return  # allocated already
-        make = self._snapshot.prepare(engine.checkpoint_state())
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the memory of the copy is allocated, or about to be."""
+        return self._snapshot.nbytes > 0 or self._preparing is not None
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Allocate the memory of a copy of such a state in a thread: else training waits for it at the first save."""
+        make = self._snapshot.prepare(state)
         self._preparing = threading.Thread(target=make, name="checkpoint memory")
         self._preparing.start()
 
     def begin(
         self,
-        engine: SavedEngine,
+        state: Mapping[str, Any],
+        iteration: int,
         write: Callable[[dict[str, Any], Callable[[CheckpointSaved], None]], object],
+        fire: Callable[[Events, object], object],
         undo: Callable[[], None],
         clean: Callable[[CheckpointSaved], None] = lambda saved: None,
     ) -> None:
-        """Copy the engine's state, and write the copy in a thread; the previous save must be settled.
+        """Copy a state, and write the copy in a thread; the previous save must be settled.
 
         Args:
-            engine: it may continue as soon as this returns.
+            state: it may change as soon as this returns.
+            iteration: after which it is the state.
             write: called in the thread with the copy, and with a function to call once it is durable.
+            fire: called by `settle` with the event that announces what has come of it, and its payload.
             undo: called by `settle` if it never was.
             clean: called in a thread once the save has been announced; deletes older ones.
         """
@@ -87,7 +82,7 @@ class BackgroundSave:
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
-        copy = self._snapshot.copy(engine.checkpoint_state())
+        copy = self._snapshot.copy(state)
 
         def run() -> None:
             try:
@@ -96,7 +91,7 @@ class BackgroundSave:
             except BaseException as error:  # `settle` raises it on the training thread
                 self._error = error
 
-        self._engine, self._iteration = engine, engine.state.iteration
+        self._fire, self._iteration = fire, iteration
         self._undo, self._clean = undo, clean
         # not a daemon thread: an interpreter that exits waits for it
         thread = threading.Thread(target=run, name="checkpoint")
@@ -127,13 +122,12 @@ class BackgroundSave:
                 "waited for a checkpoint to be written", iteration=self._iteration, seconds=seconds
             )
         thread.join()
-        engine, saved, error = self._engine, self._saved, self._error
-        self._engine = self._thread = self._saved = self._error = None
-        assert engine is not None, "begin() has set it"
+        saved, error = self._saved, self._error
+        self._thread = self._saved = self._error = None
         if saved is None:
             self._undo()
         else:
-            engine.fire(Events.CHECKPOINT_SAVED, saved)
+            self._fire(Events.CHECKPOINT_SAVED, saved)
             self._cleaning = threading.Thread(target=self._clean_up, args=(saved,), name="checkpoint cleaning")
             self._cleaning.start()
             if wait:
@@ -151,7 +145,7 @@ class BackgroundSave:
             failed = HandlerFailed(
                 handler="pulsetrain.handlers.Checkpointer", event=Events.CHECKPOINT_SAVED.value, error=error
             )
-            engine.fire(Events.HANDLER_FAILED, failed)
+            self._fire(Events.HANDLER_FAILED, failed)
         return saved is None
 
     def release(self) -> None:
@@ -160,7 +154,7 @@ class BackgroundSave:
 
     def leave(self) -> None:
         """In a forked process, which has no threads of its parent: forget the save in progress."""
-        self._thread = self._preparing = self._cleaning = self._engine = self._saved = self._error = None
+        self._thread = self._preparing = self._cleaning = self._saved = self._error = None
 
     def _clean_up(self, saved: CheckpointSaved) -> None:
         try:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Event, Events, Every, Phase
@@ -20,8 +19,6 @@ from pulsetrain.engine.checkpoint import (
     find_checkpoints,
     location_of,
 )
-from pulsetrain.engine.checkpoint.disk import sync
-from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
@@ -34,9 +31,10 @@ from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import reading_events
-from pulsetrain.handlers.checkpointing.background_save import BackgroundSave, SavedEngine
+from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 from pulsetrain.handlers.checkpointing.ranking import Ranking
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
+from pulsetrain.handlers.checkpointing.state_writer import SavedEngine, StateWriter, Write
 from pulsetrain.handlers.metric_values.best_value import check_mode, decide_mode, subscribe_judge
 from pulsetrain.handlers.run_files.ownership import FolderUse, holds_another_run
 
@@ -113,6 +111,7 @@ class Checkpointer(Handler):
         self.folder = location_of(folder)
         self.every: Every | Literal["auto"] = every or Every(epochs=1)
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
+        self._writer = StateWriter(self.manager)
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.form: Form | None = form
         self.saved_at = -1  # iteration of the last save by the cadence or at an end, and
@@ -125,7 +124,6 @@ class Checkpointer(Handler):
         self._background = BackgroundSave(clock) if background else None
         self._interval: SaveInterval | None = None
         self._use: FolderUse | None = None
-        self._control: ControlGroup | None = None  # of processes of which each has a part of the model
 
     def attach(self, engine: Engine) -> Self:
         """Save this trainer's state.
@@ -140,9 +138,9 @@ class Checkpointer(Handler):
                 f"Checkpointer: {type(engine).__name__} has no checkpoint_state(); attach it to a pulsetrain.Trainer, "
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
-        self._control = join() if is_sharded(getattr(engine, "model", None)) else None
-        if self._control is not None:
+        if is_sharded(getattr(engine, "model", None)):
             self._refuse_what_ranks_cannot_do_together()
+            self._writer.control = join()
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
             self.manager.refuse(None)
@@ -163,7 +161,7 @@ class Checkpointer(Handler):
             if self.at_end:
                 # a signal reaches one process, while a sharded model is saved by all: where they end together
                 ends = EventsList() | Events.COMPLETED
-                ends = ends if self._control is not None else ends | Events.PREEMPTED
+                ends = ends if self._writer.control is not None else ends | Events.PREEMPTED
                 subscribe(ends, self._save_at_end, phase=Phase.PERSIST)
         return self
 
@@ -203,13 +201,15 @@ class Checkpointer(Handler):
             RuntimeError: called in the middle of a step.
             RunFolderError: another run owns the folder, such as that of the process that this one was forked from.
         """
-        if not ranks().is_main and self._control is None:
-            return self.manager.target(name or self.name, engine.state.iteration)
+        label = name or self.name
+        if not ranks().is_main and self._writer.control is None:
+            return self.manager.target(label, engine.state.iteration)
         with nullcontext() if self._use is None else self._use.taken():
             self.wait()
             last, self._saved_on = self._saved_on, None
             try:
-                return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
+                target = self._writer.target(label, engine.state.iteration)
+                return self._write(engine, target, label, bool(is_best), lambda saved: None, marked=bool(is_best))
             finally:
                 self._saved_on = last
 
@@ -220,7 +220,7 @@ class Checkpointer(Handler):
     def form_for(self, engine: object) -> Form:
         """The form of this engine's checkpoints."""
         values = is_training_run(engine) and isinstance(engine.backend, ValueBackend)
-        return self.form or ("safetensors" if values else "torch")
+        return self.form or ("safetensors" if values or self._writer.control is not None else "torch")
 
     def state_dict(self) -> dict[str, object]:
         """The ranking of the best, and when the last save was."""
@@ -254,7 +254,7 @@ class Checkpointer(Handler):
 
     def _on_started(self, engine: Engine) -> None:
         loaded, self._loaded = self._loaded, False
-        if self._only_takes_part:
+        if not self._writer.is_main:
             return
         # a run may also resume from a checkpoint that was saved before the first iteration
         resumes = loaded or engine.state.iteration > 0 or (is_training_run(engine) and engine.is_resuming)
@@ -267,7 +267,7 @@ class Checkpointer(Handler):
 
     def _on_loaded(self) -> None:
         self._loaded = True
-        if not self._only_takes_part:
+        if self._writer.is_main:
             self._point_at_best()
 
     def _point_at_best(self, *new: str) -> None:
@@ -298,8 +298,9 @@ class Checkpointer(Handler):
         return best.name if best is not None else None
 
     def _prepare(self, engine: SavedEngine) -> None:
-        if self._background is not None and not (is_training_run(engine) and engine.is_stepping):
-            self._background.prepare(engine)
+        background, stepping = self._background, is_training_run(engine) and engine.is_stepping
+        if background is not None and not background.is_prepared and not stepping:
+            background.prepare(self._writer.state_of(engine))
 
     def _settle(self, *, wait: bool = False, raises: bool = True) -> None:
         """Announce the save in the background, if it has ended."""
@@ -334,16 +335,19 @@ class Checkpointer(Handler):
             self._ranking.undo(mark)
 
         # ranked before the state is read, so that a run that resumes from this checkpoint knows its rank
-        improved = self.metric is not None and self._ranking.rank(
-            state, self.manager.target(self.name, state.iteration).name
-        )
+        target = self._writer.target(self.name, state.iteration)
+        improved = self.metric is not None and self._ranking.rank(state, target.name)
         self.saved_at, self._saved_on = state.iteration, event.type
         try:
             if background is not None:
-                write = self._writer(engine, self.name, improved, background=True)
-                background.begin(engine, write, undo, self._prune)
+                write = self._write_of(engine, target, self.name, improved, background=True)
+                main = self._writer.is_main
+                background.begin(
+                    self._writer.state_of(engine), state.iteration, write, engine.fire if main else _silently, undo,
+                    self._prune if main else lambda saved: None,
+                )  # fmt: skip
             else:
-                self._write(engine, self.name, improved, durable.append)
+                self._write(engine, target, self.name, improved, durable.append)
         except BaseException as error:
             if durable:  # raised by a receiver of CHECKPOINT_SAVED
                 raise
@@ -364,6 +368,7 @@ class Checkpointer(Handler):
     def _write(
         self,
         engine: SavedEngine,
+        target: Location,
         label: str,
         is_best: bool,
         when_durable: Callable[[CheckpointSaved], object],
@@ -372,32 +377,43 @@ class Checkpointer(Handler):
     ) -> Location:
         def announce(saved: CheckpointSaved) -> None:
             when_durable(saved)
-            engine.fire(Events.CHECKPOINT_SAVED, saved)
+            if self._writer.is_main:
+                engine.fire(Events.CHECKPOINT_SAVED, saved)
 
-        write = self._writer(engine, label, is_best, marked=marked)
-        if self._control is None:
-            return write(engine.checkpoint_state(), announce)
-        state = engine.checkpoint_state()  # from all ranks
-        place: Location = self.manager.target(label, engine.state.iteration)
-        failure: Exception | None = None
-        if not self._only_takes_part:
-            try:
-                place = write(state, announce)
-            except Exception as error:  # the others wait for what has come of it
-                failure = error
-        self._control.wait_for_main()
-        # what has come of it in the main process; it fails on all ranks, so that they decide alike afterwards
-        refused = self._control.broadcast(None if failure is None else (isinstance(failure, OSError), str(failure)))
-        if failure is not None:
-            raise failure
-        if refused is not None:
-            raise OSError(refused[1]) if refused[0] else CheckpointError(f"the main process: {refused[1]}")
-        return place
+        write = self._write_of(engine, target, label, is_best, marked=marked)
+        return write(self._writer.state_of(engine), announce)
 
-    @property
-    def _only_takes_part(self) -> bool:
-        """Whether another process writes what this one gives its part of."""
-        return self._control is not None and not self._control.ranks.is_main
+    def _write_of(
+        self,
+        engine: SavedEngine,
+        target: Location,
+        label: str,
+        is_best: bool,
+        *,
+        marked: bool = False,
+        background: bool = False,
+    ) -> Write:
+        iteration = engine.state.iteration
+
+        def durable(path: Location) -> None:
+            if iteration == 0:
+                self._first.add(path)
+            if not marked:
+                self._point_at_best(path.name)
+
+        write = self._writer.writer(
+            engine, target, label, self.form_for(engine), is_best=is_best, marked=marked, background=background,
+            kept=self._kept, when_durable=durable,
+        )  # fmt: skip
+
+        def noted(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
+            def announced(saved: CheckpointSaved) -> None:
+                self.failure = None
+                announce(saved)
+
+            return write(state, announced)
+
+        return noted
 
     def _refuse_what_ranks_cannot_do_together(self) -> None:
         if self.every == "auto" or self.every.seconds is not None:
@@ -405,58 +421,16 @@ class Checkpointer(Handler):
                 "the clocks of the processes differ, which save a sharded model together; save by iterations or epochs"
             )
             raise ConfigurationError(rule, "Checkpointer", every=self.every)
-        if self._background is not None:
-            rule = "a sharded model is gathered in the foreground; leave it out"
-            raise ConfigurationError(rule, "Checkpointer", background=True)
-
-    def _writer(
-        self, engine: SavedEngine, label: str, is_best: bool, *, marked: bool = False, background: bool = False
-    ) -> Callable[[Mapping[str, Any], Callable[[CheckpointSaved], None]], Location]:
-        """A function that writes a state of this iteration, and calls another one once it is durable."""
-        if is_training_run(engine) and engine.is_stepping:
-            raise RuntimeError(
-                "Checkpointer.save(): called in the middle of a step, from which no run could resume exactly; "
-                "save on ITERATION_COMPLETED"
-            )
-        form, iteration, start = self.form_for(engine), engine.state.iteration, time.perf_counter()
-        files = engine.files_to_sync() if is_training_run(engine) else []
-
-        def write(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
-            self._sync(files)
-
-            def durable(path: Location) -> None:
-                self.failure = None
-                if iteration == 0:
-                    self._first.add(path)
-                if not marked:
-                    self._point_at_best(path.name)
-                size, seconds = self.manager.size(path), time.perf_counter() - start
-                saved = CheckpointSaved(
-                    path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best, background=background
-                )
-                announce(saved)
-
-            return self.manager.save(
-                state, label, marked, step=iteration, keep=self._kept(), announce=durable, form=form,
-                prune=not background, unsaved=state.get("unsaved"),
-            )  # fmt: skip
-
-        return write
-
-    def _sync(self, files: Iterable[Path]) -> None:
-        """Make files durable that the checkpoint counts on; an error there does not prevent the save."""
-        for file in files:
-            try:
-                sync(file)
-            except OSError as error:
-                get_logger("handlers").warning(
-                    "a file could not be made durable: after a power cut it may be older than the checkpoint",
-                    file=str(file),
-                    error=str(error),
-                )
+        if self.form == "torch":
+            rule = "each process writes its part of a sharded model, which is a safetensors file; leave it out"
+            raise ConfigurationError(rule, "Checkpointer", form=self.form)
 
     def _prune(self, saved: CheckpointSaved) -> None:
         self.manager.prune([location_of(saved.path), *self._kept()])
 
     def _kept(self) -> list[Location]:
         return [self.manager.checkpoint_dir / folder for _, folder in self.best]
+
+
+def _silently(event: Events, payload: object) -> None:
+    """The main process announces a save for all."""

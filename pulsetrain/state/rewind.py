@@ -11,7 +11,7 @@ from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer
-from pulsetrain.handlers.checkpointing.background_save import SavedEngine
+from pulsetrain.handlers.checkpointing.state_writer import SavedEngine
 from pulsetrain.state.data_cursor import DataCursor
 
 __all__ = ["Rewind", "go_back", "plan_rewind"]

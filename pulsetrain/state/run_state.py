@@ -15,7 +15,7 @@ from pulsetrain.engine.backends.model_store import check_optimizer_state, optimi
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
 from pulsetrain.engine.distributed.ranks import is_sharded
-from pulsetrain.engine.distributed.shards import sharded_like
+from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.logs import get_logger
@@ -27,8 +27,8 @@ from pulsetrain.state.handler_registry import state_of
 from pulsetrain.state.part import CheckedPart, Part, StateDict, Stateful, keeps_state, require
 
 __all__ = [
-    "FORMAT", "MAY_CHANGE", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "PartOf", "RunState",
-    "StrategyPart",
+    "FORMAT", "IN_PIECES", "MAY_CHANGE", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "PartOf",
+    "RunState", "StrategyPart",
 ]  # fmt: skip
 
 Owner = TypeVar("Owner")
@@ -42,6 +42,7 @@ _FIRST_COUNTERS = (  # which every checkpoint of this format has
 # which the DataCursor says that the checkpoint's is used
 _LOG_POINTS = "log_every_n_steps"
 MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir", "seed")
+IN_PIECES = ("model", "optimizer", "stepper")  # parts that read what this process needs of a tensor by themselves
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
 _REQUIRED = (

@@ -7,7 +7,7 @@ from inspect import get_annotations
 
 from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
-from pulsetrain.engine.distributed.shards import held
+from pulsetrain.engine.distributed.saved_shards import held
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, EventRecorder
 from pulsetrain.state.data_cursor import DataCursor

@@ -18,7 +18,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import TrainingBatch, TrainingResult
 from pulsetrain.handlers import Checkpointer, EventRecorder, MetricLogger
-from pulsetrain.handlers.checkpointing.background_save import SavedEngine
+from pulsetrain.handlers.checkpointing.state_writer import SavedEngine
 from pulsetrain.handlers.run_files.ownership import release_idle, take_all
 from pulsetrain.signals import interrupted_safely
 from pulsetrain.state.handler_registry import HandlerRegistry

@@ -123,15 +123,14 @@ def test_no_two_saves_are_under_way_at_once_and_none_is_left_out(tmp_path: Path)
 
 
 def test_the_time_that_training_waits_for_a_save_is_measured_and_logged():
-    engine, gate, times = SavingEngine(), threading.Event(), iter([1.0, 3.5])
+    gate, times = threading.Event(), iter([1.0, 3.5])
 
     def clock() -> float:  # who asks for the time is about to wait
         gate.set()
         return next(times)
 
     background = BackgroundSave(clock)
-    background.begin(engine, lambda copy, durable: durable(gate.wait(60)), undo=lambda: None)
-    engine.fire = lambda event, payload: None
+    background.begin({}, 4, lambda copy, durable: durable(gate.wait(60)), lambda event, payload: None, lambda: None)
     assert background.settle() is False  # without waiting nothing is said yet
     assert background.writing
     with structlog.testing.capture_logs() as logs:

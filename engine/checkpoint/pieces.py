@@ -1,0 +1,115 @@
+"""Tensors of which each process holds a piece: what one process writes, and the whole or a part of it read again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_rows
+from pulsetrain.engine.errors import CheckpointError
+
+__all__ = ["Piece", "StoredPiece", "StoredTensor", "converted", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one process writes of a tensor that several processes hold.
+
+    Args:
+        data: a block of the tensor; without items where other processes write all of it.
+        shape: of the whole tensor.
+        offset: the index of the block's first item.
+    """
+
+    data: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A piece in a file.
+
+    Args:
+        open: opens the file.
+        entry: where the piece is in it.
+        offset: the index of its first item in the whole tensor.
+    """
+
+    open: Callable[[], IO[bytes]]
+    entry: Entry
+    offset: tuple[int, ...]
+
+
+class StoredTensor:
+    """A tensor whose pieces are in files; it is not read before it is asked for, and then not more of it than needed.
+
+    Args:
+        name: for errors.
+        shape: of the whole tensor.
+        dtype: of all pieces.
+        pieces: they cover it without overlap.
+    """
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[StoredPiece] = ()) -> None:
+        self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
+
+    def whole(self) -> Tensor:
+        """All of it, on the CPU."""
+        return self.block((0,) * len(self.shape), self.shape)
+
+    def block(self, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The items from an index on, on the CPU.
+
+        Raises:
+            CheckpointError: a piece of it is in no file, or in two.
+        """
+        made = torch.empty(tuple(shape), dtype=self.dtype)
+        items = 0
+        for piece in self._pieces:
+            begins = [max(mine, its) for mine, its in zip(offset, piece.offset, strict=True)]
+            ends = [
+                min(mine + size, its + extent)
+                for mine, size, its, extent in zip(offset, shape, piece.offset, piece.entry.shape, strict=True)
+            ]
+            if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+                continue
+            with piece.open() as file:
+                rows = read_rows(file, piece.entry, begins[0] - piece.offset[0], ends[0] - piece.offset[0])
+            inside = [slice(b - at, e - at) for b, e, at in zip(begins[1:], ends[1:], piece.offset[1:], strict=True)]
+            block = rows[(slice(None), *inside)]
+            made[tuple(slice(b - at, e - at) for b, e, at in zip(begins, ends, offset, strict=True))] = block
+            items += block.numel()
+        if items != made.numel():
+            raise CheckpointError(
+                f"{self.name}: {items} of its {made.numel()} items are in the files; load another checkpoint"
+            )
+        return made
+
+
+def whole(value: Any) -> Any:
+    """The value with every stored tensor read, in dicts, lists and tuples."""
+    return converted(value, lambda leaf: leaf.whole() if type(leaf) is StoredTensor else leaf)
+
+
+def converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """The value with each leaf of its dicts, lists and tuples converted.
+
+    >>> converted({"rates": [1, 2]}, lambda leaf: -leaf)
+    {'rates': [-1, -2]}
+    """
+    if isinstance(value, Mapping):
+        items = {key: converted(each, convert) for key, each in value.items()}
+        if type(value) is not OrderedDict:
+            return items
+        ordered = OrderedDict(items)
+        vars(ordered).update(vars(value))  # a module's state_dict() keeps its versions in an attribute
+        return ordered
+    if type(value) in (list, tuple):
+        return type(value)(converted(each, convert) for each in value)
+    return convert(value)

@@ -1,0 +1,145 @@
+"""Writes the state of a run: one process for all, or each process its part of a model that they share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from pulsetrain.engine import CheckpointSaved, Events, State
+from pulsetrain.engine.checkpoint import CheckpointManager, Form, Location
+from pulsetrain.engine.checkpoint.disk import sync
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.saved_shards import in_pieces
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.training_run import is_training_run
+from pulsetrain.handlers.checkpointing.shared_save import SharedSave
+
+__all__ = ["SavedEngine", "StateWriter", "Write"]
+
+Write = Callable[[Mapping[str, Any], Callable[[CheckpointSaved], None]], Location]
+
+_saves = count()  # of this process; each process counts the same ones
+
+
+class SavedEngine(Protocol):
+    """An engine with a state to save."""
+
+    state: State
+
+    def fire(self, event: Events, payload: object = None) -> None:
+        """Fire the event."""
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Everything that the next iteration depends on."""
+
+
+class StateWriter:
+    """Writes states with a manager.
+
+    Args:
+        manager: of the folder.
+    """
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        self.control: ControlGroup | None = None  # of processes of which each has a part of the model
+        self._manager = manager
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process leads the saves."""
+        return self.control is None or self.control.ranks.is_main
+
+    def target(self, label: str, iteration: int) -> Location:
+        """The folder of the next checkpoint, the same in all processes, which all call this."""
+        if self.control is None:
+            return self._manager.target(label, iteration)
+        return self.control.main_decides(lambda: self._manager.target(label, iteration))
+
+    def state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
+        """The state as this process saves it."""
+        state = engine.checkpoint_state()
+        return state if self.control is None else in_pieces(state)
+
+    def writer(
+        self,
+        engine: SavedEngine,
+        target: Location,
+        label: str,
+        form: Form,
+        *,
+        is_best: bool,
+        marked: bool,
+        background: bool,
+        kept: Callable[[], Collection[Location]],
+        when_durable: Callable[[Location], object],
+    ) -> Write:
+        """A function that writes a state of this iteration, and calls another one once it is durable.
+
+        Args:
+            engine: whose state it is.
+            target: the checkpoint's folder.
+            label: in the folder's name.
+            form: of the file.
+            is_best: what the event says.
+            marked: whether the manager marks it as the best.
+            background: whether another thread calls the function, so that older ones are not deleted then.
+            kept: those that are not deleted.
+            when_durable: called in the main process, with the folder.
+        """
+        if is_training_run(engine) and engine.is_stepping:
+            raise RuntimeError(
+                "Checkpointer.save(): called in the middle of a step, from which no run could resume exactly; "
+                "save on ITERATION_COMPLETED"
+            )
+        iteration, start, manager = engine.state.iteration, time.perf_counter(), self._manager
+        files = engine.files_to_sync() if is_training_run(engine) else []
+        control = self.control
+        shared = None if control is None else SharedSave(control, f"save-{next(_saves)}")
+
+        def saved(size: int) -> CheckpointSaved:
+            seconds = time.perf_counter() - start
+            return CheckpointSaved(
+                path=target, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best, background=background
+            )
+
+        def write(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
+            def durable(path: Location) -> None:
+                when_durable(path)
+                announce(saved(manager.size(path)))
+
+            _sync(files)
+            return manager.save(
+                state, label, marked, step=iteration, keep=kept(), announce=durable, form=form,
+                prune=not background, unsaved=state.get("unsaved"), others=shared, target=target,
+            )  # fmt: skip
+
+        def lead(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
+            assert shared is not None
+            return shared.lead(lambda: write(state, announce))
+
+        def follow(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
+            assert shared is not None
+            assert control is not None
+            files = shared.follow(lambda: manager.write_pieces(state, target, control.ranks.rank))
+            announce(saved(sum(each["bytes"] for each in files.values())))
+            return target
+
+        if shared is None:
+            return write
+        return lead if self.is_main else follow
+
+
+def _sync(files: Iterable[Path]) -> None:
+    """Make files durable that the checkpoint counts on; an error there does not prevent the save."""
+    for file in files:
+        try:
+            sync(file)
+        except OSError as error:
+            get_logger("handlers").warning(
+                "a file could not be made durable: after a power cut it may be older than the checkpoint",
+                file=str(file),
+                error=str(error),
+            )

@@ -1,0 +1,150 @@
+"""Checkpoints of tensors that several processes hold: each writes its piece, and any process reads what it needs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pulsetrain.engine import CheckpointError
+from pulsetrain.engine.checkpoint import CheckpointManager, check_checkpoint, load_checkpoint
+from pulsetrain.engine.checkpoint.manifest import FileEntry
+from pulsetrain.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor
+from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_header
+from pulsetrain.engine.checkpoint.snapshot import Snapshot
+
+WHOLE = torch.arange(35, dtype=torch.float64).reshape(7, 5)
+
+
+def quarter(rank: int) -> dict[str, Any]:
+    """What one of four processes saves of a matrix: 4 or 3 rows, and 3 or 2 columns; two have the same bias."""
+    row, column = divmod(rank, 2)
+    block = WHOLE[4 * row : 4 * row + 4, 3 * column : 3 * column + 3]
+    bias = Piece(torch.ones(2) * row, (4,), (2 * row,)) if column == 0 else Piece(torch.empty(0), (4,), (0,))
+    matrix = Piece(block, (7, 5), (4 * row, 3 * column))
+    return {"model": {"matrix": matrix, "bias": bias, "again": matrix}, "step": 3, "plain": torch.ones(1)}
+
+
+class Four:
+    """Processes 1 to 3, which write once they may."""
+
+    def __init__(self, write: Callable[[int], Mapping[str, FileEntry]]) -> None:
+        self._write, self.events = write, []  # type: ignore[var-annotated]
+
+    def may_write(self) -> None:
+        self.events.append("may write")
+
+    def written(self) -> dict[str, FileEntry]:
+        assert self.events == ["may write"]
+        return {name: entry for rank in (1, 2, 3) for name, entry in self._write(rank).items()}
+
+
+def saved(folder: Path, without: tuple[int, ...] = ()) -> Path:
+    manager = CheckpointManager(folder)
+    target = manager.target("checkpoint", 7)
+    write = lambda rank: {} if rank in without else manager.write_pieces(quarter(rank), target, rank)  # noqa: E731
+    path = manager.save(quarter(0), step=7, form="safetensors", others=Four(write), target=target)
+    assert isinstance(path, Path)
+    return path
+
+
+def test_pieces_of_four_processes_are_one_checkpoint(tmp_path: Path):
+    path = saved(tmp_path)
+    assert sorted(each.name for each in path.iterdir()) == [
+        "manifest.json", "rank-00001.safetensors", "rank-00002.safetensors", "rank-00003.safetensors",
+        "state.safetensors",
+    ]  # fmt: skip
+    found = load_checkpoint(path)
+    assert found["step"] == 3
+    assert found["plain"].tolist() == [1.0]
+    assert found["model"]["matrix"].equal(WHOLE)
+    assert found["model"]["bias"].tolist() == [0, 0, 1, 1]
+    assert found["model"]["again"].equal(WHOLE)
+    assert CheckpointManager(tmp_path).size(path) == sum(each.stat().st_size for each in path.iterdir())
+
+
+def test_a_process_reads_the_block_that_it_needs(tmp_path: Path):
+    found = load_checkpoint(saved(tmp_path), in_pieces=("model",))["model"]["matrix"]
+    assert type(found) is StoredTensor
+    assert found.shape == (7, 5)
+    assert found.dtype == torch.float64
+    for top, left in product(range(7), range(5)):
+        for height, width in product(range(8 - top), range(6 - left)):
+            assert found.block((top, left), (height, width)).equal(WHOLE[top : top + height, left : left + width])
+
+
+def test_of_a_long_piece_the_rows_that_are_needed_are_read():
+    file = io.BytesIO()
+    file_writer({"long": torch.arange(200_000.0).reshape(1000, 200)}, {})(file)
+    count = 0
+
+    class Counting(io.BytesIO):
+        def readinto(self, buffer: Any) -> int:
+            nonlocal count
+            count += len(buffer)
+            return super().readinto(buffer)
+
+    entry = read_header(io.BytesIO(file.getvalue()))[0]["long"]
+    stored = StoredTensor(
+        "long", (2000, 200), torch.float32, [StoredPiece(lambda: Counting(file.getvalue()), entry, (1000, 0))]
+    )
+    assert stored.block((1500, 0), (3, 2)).tolist() == [[100_000, 100_001], [100_200, 100_201], [100_400, 100_401]]
+    assert count == 3 * 200 * 4
+
+
+@pytest.mark.parametrize("in_pieces", [(), ("model",)])
+def test_a_piece_that_no_file_has_is_an_error(in_pieces: tuple[str, ...], tmp_path: Path):
+    path = saved(tmp_path, without=(2,))
+    with pytest.raises(CheckpointError, match=r"model/matrix: 26 of its 35 items are in the files"):
+        load_checkpoint(path, in_pieces=in_pieces)["model"]["matrix"].whole()
+
+
+def test_every_file_is_compared_with_the_manifest(tmp_path: Path):
+    path = saved(tmp_path)
+    file = path / "rank-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank-00002\.safetensors: its digest differs"):
+        check_checkpoint(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00002\.safetensors: cannot be read"):
+        check_checkpoint(path)
+
+
+def test_a_process_that_cannot_write_leaves_no_checkpoint(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    target = manager.target("checkpoint", 7)
+
+    def write(rank: int) -> Mapping[str, FileEntry]:
+        if rank == 2:
+            raise OSError(28, "No space left on device")
+        return manager.write_pieces(quarter(rank), target, rank)
+
+    with pytest.raises(OSError, match="No space left"):
+        manager.save(quarter(0), step=7, form="safetensors", others=Four(write), target=target)
+    assert list(tmp_path.iterdir()) == []
+    assert manager.get_latest() is None
+
+
+def test_a_copy_of_a_state_has_its_pieces():
+    state = quarter(0)
+    copy = Snapshot().copy(state)
+    expected: Tensor = state["model"]["matrix"].data.clone()
+    state["model"]["matrix"].data.zero_()
+    piece = copy["model"]["matrix"]
+    assert piece.data.equal(expected)
+    assert (piece.shape, piece.offset) == ((7, 5), (0, 0))
+    WHOLE[:] = torch.arange(35, dtype=torch.float64).reshape(7, 5)
+
+
+def test_a_type_that_safetensors_lacks_is_refused(tmp_path: Path):
+    piece = Piece(torch.ones(2, dtype=torch.complex128), (4,), (0,))
+    with pytest.raises(CheckpointError, match=r"checkpoint\['w'\]: torch.complex128 cannot be saved in pieces"):
+        CheckpointManager(tmp_path).save({"w": piece}, form="safetensors")

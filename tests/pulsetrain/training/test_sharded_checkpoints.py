@@ -1,0 +1,270 @@
+"""Checkpoints of models that are split over the processes: each writes its part, all of it is there or nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from pulsetrain import SignalWatch
+from pulsetrain.engine import ConfigurationError, Events
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.checkpoint.disk import Disk
+from pulsetrain.engine.checkpoint.safetensors_file import read_header
+from pulsetrain.engine.recording.diff.ranks import diff_ranks
+from pulsetrain.handlers import Checkpointer
+from tests.support.ranks import in_processes
+from tests.support.runs_of_shards import KINDS, apart, saving, trained
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("fsdp", "one"), ("fsdp", "ddp"), ("ddp", "fsdp"), ("one", "fsdp"), ("fsdp", "fsdp")]
+)
+def test_a_checkpoint_of_any_topology_resumes_on_any_other(first: str, then: str, tmp_path: Path):
+    def cut(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, first)
+        made.on(Events.ITERATION_COMPLETED(once=11))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        made.train()
+
+    in_processes(cut, KINDS[first].processes)
+    assert [path.name[:9] for path in CheckpointManager(tmp_path / "run" / "checkpoints").valid()][-1] == "000000009"
+    ended = in_processes(
+        lambda rank: trained(saving(tmp_path / "run", rank, then), resume="latest"), KINDS[then].processes
+    )
+    whole = in_processes(lambda rank: trained(saving(tmp_path / f"{then}-{rank}", 0, then)), KINDS[then].processes)
+    for each in (*ended, *whole):
+        assert each.error == ""
+    found, expected = ended[0].value, whole[0].value
+    if first == then:
+        assert found["weights"] == expected["weights"]  # bit for bit
+        assert not diff_ranks(tmp_path / "run")
+    else:
+        found["val"] = expected["val"] = found["val"][-1:]
+        assert apart(found, expected) < 1e-12
+
+
+def test_a_checkpoint_of_shards_has_whole_tensors_and_the_ranking_of_all(tmp_path: Path):
+    for each in in_processes(lambda rank: trained(saving(tmp_path / "run", rank, "fsdp"))):
+        assert each.error == ""
+    one = saving(tmp_path / "one", 0, "one")
+    trained(one)
+    manager, other = (CheckpointManager(tmp_path / name / "checkpoints") for name in ("run", "one"))
+    assert [path.name for path in manager.valid()] == [path.name for path in other.valid()]
+    assert manager.get_best().name == other.get_best().name  # type: ignore[union-attr]
+    saved, expected = load_checkpoint(manager.valid()[-1]), load_checkpoint(other.valid()[-1])
+    for name, each in expected["model"].items():
+        assert type(saved["model"][name]) is Tensor
+        torch.testing.assert_close(saved["model"][name], each, rtol=0, atol=1e-12)
+    for index, values in expected["optimizer"]["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(saved["optimizer"]["state"][index][name], value, rtol=0, atol=1e-12)
+
+
+def test_a_save_that_fails_on_the_main_process_fails_on_all(tmp_path: Path):
+    def run(rank: int) -> Any:
+        made = saving(tmp_path / "run", rank, "fsdp")
+        saver = next(each for each in made.handlers if isinstance(each, Checkpointer))
+        if rank == 0:
+            write, failed = saver.manager.save, []
+
+            def fail_once(*arguments: Any, **options: Any) -> Any:
+                if options.get("step") == 6 and not failed:
+                    failed.append(1)
+                    raise OSError(28, "No space left on device")
+                return write(*arguments, **options)
+
+            saver.manager.save = fail_once  # type: ignore[method-assign]
+        noted: list[tuple[int, int, bool]] = []
+        made.on(Events.ITERATION_COMPLETED)(
+            lambda: noted.append((made.state.iteration, saver.saved_at, saver.failure is not None))
+        )
+        trained(made)
+        return [each for each in noted if each[0] in (7, 10)]
+
+    ended = in_processes(run)
+    assert [each.error for each in ended] == ["", ""]
+    assert ended[0].value == [(7, 3, True), (10, 9, False)]
+    assert [each[:2] for each in ended[1].value] == [(7, 3), (10, 9)]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_process_ends_all_with_a_checkpoint(who: int, tmp_path: Path):
+    def run(rank: int) -> Any:
+        made = saving(tmp_path / "run", rank, "fsdp", max_epochs=400)
+        if rank == who:
+            made.on(Events.ITERATION_COMPLETED(once=13))(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with SignalWatch(made):
+            made.train()
+        return made.state.iteration
+
+    first, second = in_processes(run, limit=40)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    newest = CheckpointManager(tmp_path / "run" / "checkpoints").valid()[-1]
+    assert int(newest.name[:9]) == first.value
+
+
+def test_a_save_that_raises_on_the_main_process_ends_all(tmp_path: Path):
+    def run(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, "fsdp")
+        saver = next(each for each in made.handlers if isinstance(each, Checkpointer))
+        if rank == 0:
+
+            def refuse(*arguments: Any, **options: Any) -> Any:
+                raise ValueError("cannot be written")
+
+            saver.manager.save = refuse  # type: ignore[method-assign]
+        made.train()
+
+    first, second = in_processes(run, limit=40)
+    assert "ValueError: cannot be written" in first.error
+    assert "cannot be written" in second.error
+
+
+def test_each_process_writes_its_part_alone_and_none_of_it_as_code(tmp_path: Path):
+    for each in in_processes(lambda rank: trained(saving(tmp_path / "run", rank, "fsdp"))):
+        assert each.error == ""
+    newest = CheckpointManager(tmp_path / "run" / "checkpoints").valid()[-1]
+    assert isinstance(newest, Path)
+    assert sorted(each.name for each in newest.iterdir()) == [
+        "manifest.json", "rank-00001.safetensors", "state.safetensors",
+    ]  # fmt: skip
+    rows = []
+    for name in ("state", "rank-00001"):
+        with (newest / f"{name}.safetensors").open("rb") as file:
+            entries = read_header(file)[0]
+        rows.append([entries[f"{part}"].shape for part in ("model/0.weight", "optimizer/state/0/exp_avg")])
+    assert rows == [[(3, 4), (3, 4)], [(2, 4), (2, 4)]]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_full_disk_of_any_process_fails_the_save_on_all(who: int, tmp_path: Path):
+    def run(rank: int) -> Any:
+        made = saving(tmp_path / "run", rank, "fsdp")
+        saver = next(each for each in made.handlers if isinstance(each, Checkpointer))
+        if rank == who:
+            write = Disk.write
+
+            def full(disk: Disk, target: Path, name: str, content: Any) -> Any:
+                if target.name.startswith("000000006"):
+                    content(io.BytesIO())
+                    raise OSError(28, "No space left on device")
+                return write(disk, target, name, content)
+
+            Disk.write = full  # type: ignore[method-assign]
+        noted: list[Any] = []
+        with capture_logs() as logs:
+            made.on(Events.ITERATION_COMPLETED)(lambda: noted.append((saver.saved_at, saver.failure)))
+            trained(made)
+        return noted, [each["error"] for each in logs if each["event"].startswith("checkpoint not saved")]
+
+    first, second = in_processes(run)
+    assert (first.error, second.error) == ("", "")
+    for each in (first, second):
+        noted, warnings = each.value
+        assert noted[6][0] == 3
+        assert "No space left" in noted[6][1]
+        assert noted[9] == (9, None)
+        assert len(warnings) == 1
+        assert "No space left on device" in warnings[0]
+    assert ("rank 1: " in first.value[1][0]) == (who == 1)
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert not any("000000006" in name for name in names)
+    assert any(name.startswith("000000009") for name in names)
+
+
+def test_a_save_in_the_background_is_of_the_iteration_in_which_it_was_begun(tmp_path: Path):
+    """The writing is held up in one process until training is two iterations further."""
+
+    def run(rank: int) -> Any:
+        made = saving(tmp_path / "later", rank, "fsdp", {"background": True})
+        write = Disk.write
+        further = threading.Event()
+        made.on(Events.ITERATION_COMPLETED(every=5))(further.set)
+
+        def held_up(disk: Disk, target: Path, name: str, content: Any) -> Any:
+            if target.name.startswith("000000003"):
+                assert rank == 0 or further.wait(30)
+            return write(disk, target, name, content)
+
+        Disk.write = held_up  # type: ignore[method-assign]
+        saved: list[tuple[int, int]] = []
+        made.on(Events.CHECKPOINT_SAVED)(
+            lambda engine, event: saved.append((event.payload.iteration, made.state.iteration))
+        )
+        found = trained(made)
+        return found["weights"], saved
+
+    at_once = in_processes(lambda rank: trained(saving(tmp_path / "at_once", rank, "fsdp")))
+    later = in_processes(run)
+    for each in (*at_once, *later):
+        assert not each.error, each.error
+    assert later[0].value[0] == at_once[0].value["weights"]
+    announced = later[0].value[1]
+    assert [iteration for iteration, _ in announced] == [3, 6, 9, 12, 15, 18, 20]
+    assert announced[0][1] >= 5
+    assert later[1].value[1] == []  # the main process announces for all
+    for name in ("000000003-checkpoint", "000000018-checkpoint"):
+        one, other = (load_checkpoint(tmp_path / run / "checkpoints" / name) for run in ("at_once", "later"))
+        for part in ("model", "optimizer"):
+            assert repr(one[part]) == repr(other[part])
+
+
+def test_a_run_whose_saves_are_made_in_the_background_resumes_bit_for_bit(tmp_path: Path):
+    def cut(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, "fsdp", {"background": True})
+        made.on(Events.ITERATION_COMPLETED(once=11))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        made.train()
+
+    in_processes(cut)
+    assert int(CheckpointManager(tmp_path / "run" / "checkpoints").valid()[-1].name[:9]) in (6, 9)
+    background = {"background": True}
+    ended = in_processes(lambda rank: trained(saving(tmp_path / "run", rank, "fsdp", background), resume="latest"))
+    whole = in_processes(lambda rank: trained(saving(tmp_path / "whole", rank, "fsdp", background)))
+    assert [each.error for each in (*ended, *whole)] == [""] * 4
+    assert ended[0].value["weights"] == whole[0].value["weights"]
+    assert not diff_ranks(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [("copies", "one"), ("one", "copies"), ("four", "fsdp"), ("fsdp", "copies")]
+)
+def test_a_checkpoint_of_four_processes_resumes_on_any_other_number(first: str, then: str, tmp_path: Path):
+    def cut(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, first)
+        made.on(Events.ITERATION_COMPLETED(once=11))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        made.train()
+
+    in_processes(cut, KINDS[first].processes, limit=120)
+    ended = in_processes(
+        lambda rank: trained(saving(tmp_path / "run", rank, then), resume="latest"), KINDS[then].processes, limit=120
+    )
+    whole = trained(saving(tmp_path / "one", 0, "one"))
+    for each in ended:
+        assert each.error == ""
+        assert apart({**each.value, "val": each.value["val"][-1:]}, {**whole, "val": whole["val"][-1:]}) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"form": "torch"}, "form='torch'"), ({"every": "auto"}, "the clocks of the processes differ")],
+)
+def test_a_cadence_or_form_that_processes_cannot_share_is_refused(options: dict[str, Any], said: str, tmp_path: Path):
+    def run(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            saving(tmp_path / "run", rank, "fsdp", options)
+        return str(refused.value)
+
+    for each in in_processes(run):
+        assert each.error == ""
+        assert said in each.value

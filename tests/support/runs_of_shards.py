@@ -1,0 +1,84 @@
+"""Trainers for processes that share one small model out, and what they have learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pulsetrain import Trainer
+from pulsetrain.engine import Every, TorchBackend
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.handlers import Checkpointer, EventRecorder
+from tests.support.models import pairs
+from tests.support.runs_of_ranks import make_with
+
+__all__ = ["KINDS", "apart", "double", "net", "saving", "sharded", "trained"]
+
+
+class Kind(NamedTuple):
+    """How many processes there are, and their topology; None for copies of the whole model."""
+
+    processes: int
+    topology: dict[str, Any] | None = None
+
+
+KINDS = {
+    "one": Kind(1),
+    "ddp": Kind(2),
+    "fsdp": Kind(2, {}),
+    "four": Kind(4, {"shard": 4}),
+    "copies": Kind(4, {"replicate": 2}),
+}
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.0), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def double(rows: int) -> TensorDataset:
+    return TensorDataset(*(each.double() for each in pairs(rows).tensors))
+
+
+def sharded(**topology: Any) -> TorchBackend:
+    made: TorchBackend = TorchBackend("cpu", topology=Topology(**{"shard": 2, **topology}))
+    return made
+
+
+def trained(made: Trainer, resume: str | None = None) -> dict[str, Any]:
+    history = made.train(resume=resume)
+    weights = {name: _whole(each).tolist() for name, each in made.model.state_dict().items()}
+    return {"weights": weights, "val": history.get("val/loss"), "sharded": is_sharded(made.model)}
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """The largest difference of the weights and of the validations."""
+    found = [
+        (torch.tensor(each, dtype=torch.float64) - torch.tensor(b["weights"][name], dtype=torch.float64)).abs().max()
+        for name, each in a["weights"].items()
+    ]
+    found += [(torch.tensor(a["val"]).double() - torch.tensor(b["val"]).double()).abs().max()]
+    return float(max(found))
+
+
+def saving(run: Path, rank: int, kind: str, saver: dict[str, Any] | None = None, **config: Any) -> Trainer:
+    settings = {"max_epochs": 4, "optimizer": "adamw", "learning_rate": 0.01, "clip_grad_norm": 0.5, "accumulate": 2}
+    topology = KINDS[kind].topology
+    handlers = [
+        Checkpointer(run, **{"every": Every(iterations=3), "keep_last": 20, "metric": "val/loss", **(saver or {})}),
+        EventRecorder(run),
+    ]
+    return make_with(
+        net(rank), DataLoader(double(17), 4, shuffle=True), DataLoader(double(9), 2), *handlers,
+        backend=None if topology is None else sharded(**topology), **{**settings, **config},
+    )  # fmt: skip
