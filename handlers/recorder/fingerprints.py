@@ -17,6 +17,7 @@ from pulsetrain.engine import ConfigurationError, Engine, EventEnum, Events, Eve
 from pulsetrain.engine.arrays import is_array
 from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.data import rng
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -38,6 +39,7 @@ class StateFingerprint:
     buffers: Tensor
     optimizer: Tensor
     rng: int  # of Python's, numpy's and torch's generators on every device
+    sharded: bool = False  # whether the digests of weights and optimizer are of this process's part of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,7 @@ def fingerprint_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
         buffers=buffers,
         optimizer=digest_of(_tensors(state)),
         rng=_crc_of(rng.capture()),
+        sharded=is_sharded(model),
     )
 
 

@@ -2,11 +2,11 @@
 
     python -m tests.faults.rank_kills --kills 100
 
-Half of the kills come at a random moment of a random rank, half at a random call to the operating system inside a save
-of the main one. In most attempts the other rank is killed shortly after; in the others it has to end by itself, within
-15 s. Each run is compared with the whole one by the bits of its weights, its checkpoints are checked for damage, and
-the logs of both ranks for damage and for differences between them. Prints what was done as JSON; exits with 1 at the
-first fault.
+A third of the runs train copies of the model, a third shards, and a third shards that are saved in the background. Half
+of the kills come at a random moment of a random rank, half at a random call to the operating system inside a save. In
+most attempts the other rank is killed shortly after; in the others it has to end by itself, within 15 s. Each run is
+compared with the whole one by the bits of its weights, its checkpoints are checked for damage, and the logs of both
+ranks for damage and for differences between them. Prints what was done as JSON; exits with 1 at the first fault.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer
-from pulsetrain.engine import Every
+from pulsetrain.engine import Every, TorchBackend
 from pulsetrain.engine.checkpoint import CheckpointManager, disk
+from pulsetrain.engine.distributed.shards import local
+from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.handlers import EMA, Checkpointer, EventRecorder, Fingerprints
 from tests.faults.kills import MortalOs
 from tests.support.models import pairs
 from tests.support.ranks import Ended, in_processes
-from tests.support.runs_of_ranks import make
+from tests.support.runs_of_ranks import make_with
 
 EPOCHS, ROWS, BATCH = 6, 34, 4  # 54 iterations
 LENGTH = 1.2  # seconds of a run, about
 CALLS = 250  # that the saves of a run make at most, and more
+KINDS = ("copies", "shards", "shards, in the background")
 LEAVES = 0.15  # of the attempts in which the other rank is left to itself
 WAIT = 15.0  # seconds that it has
 
@@ -57,25 +60,29 @@ class Done:
     kills: int = 0
     kills_of_rank: tuple[int, int] = (0, 0)
     kills_in_saves: int = 0
+    kills_of_shards: int = 0
     left_alone: int = 0
     finished_before: int = 0  # attempts that ended before they were killed
     longest_wait: float = 0.0  # seconds until a rank that was left alone had ended
 
 
-def victim(folder: Path) -> Trainer:
+def victim(folder: Path, kind: str) -> Trainer:
     """A run whose steps draw random numbers, and which saves at each fourth iteration."""
+    sharded = kind != "copies"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     handlers = [
-        Checkpointer(folder, every=Every(iterations=4), keep_last=3),
+        Checkpointer(folder, every=Every(iterations=4), keep_last=3, background="background" in kind),
         EventRecorder(folder),
-        EMA(decay=0.9),
+        *([] if sharded else [EMA(decay=0.9)]),
         Fingerprints(Every(iterations=6)),
     ]
-    return make(
+    return make_with(
         model,
         DataLoader(pairs(ROWS), BATCH, shuffle=True),
+        None,
         *handlers,
+        backend=TorchBackend("cpu", topology=Topology(shard=2)) if sharded else None,
         max_epochs=EPOCHS,
         optimizer="adamw",
         learning_rate=1e-2,
@@ -85,14 +92,14 @@ def victim(folder: Path) -> Trainer:
 
 
 def bits(made: Trainer) -> list[bytes]:
-    """The weights."""
-    return [each.detach().numpy().tobytes() for each in made.model.parameters()]
+    """The weights, or this process's part of them."""
+    return [local(each.detach()).numpy().tobytes() for each in made.model.parameters()]
 
 
-def attempt(folder: Path, dice: random.Random, done: Done) -> list[Ended]:
+def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[Ended]:
     """One attempt to finish the run, in which a rank may be killed."""
     who, in_save, left = dice.randrange(2), dice.random() < 0.5, dice.random() < LEAVES
-    who = 0 if in_save else who
+    who = 0 if in_save and kind == "copies" else who  # the main process saves
     delay, calls = dice.uniform(0.05, LENGTH), dice.randrange(1, CALLS)
     died = folder.parent / "died"
     died.unlink(missing_ok=True)
@@ -117,7 +124,7 @@ def attempt(folder: Path, dice: random.Random, done: Done) -> list[Ended]:
             watches = follow
         if watches is not None:
             threading.Thread(target=watches, daemon=True).start()
-        made = victim(folder)
+        made = victim(folder, kind)
         with structlog.testing.capture_logs():
             made.train(resume="latest")
         return bits(made)
@@ -127,6 +134,7 @@ def attempt(folder: Path, dice: random.Random, done: Done) -> list[Ended]:
     if ended[who].status == -signal.SIGKILL:
         done.kills += 1
         done.kills_in_saves += in_save
+        done.kills_of_shards += kind != "copies"
         done.kills_of_rank = (done.kills_of_rank[0] + (who == 0), done.kills_of_rank[1] + (who == 1))
         if left:
             done.left_alone += 1
@@ -136,9 +144,9 @@ def attempt(folder: Path, dice: random.Random, done: Done) -> list[Ended]:
     return ended
 
 
-def faults(folder: Path, ended: list[Ended], expected: list[bytes]) -> list[str]:
+def faults(folder: Path, ended: list[Ended], expected: list[Ended]) -> list[str]:
     """What is wrong with a run that has been finished."""
-    found = [f"rank {rank}: other weights" for rank, each in enumerate(ended) if each.value != expected]
+    found = [f"rank {rank}: other weights" for rank in (0, 1) if ended[rank].value != expected[rank].value]
     manager = CheckpointManager(folder / "checkpoints")
     if not manager.valid():
         found.append("no valid checkpoint")
@@ -161,15 +169,16 @@ def damaged(folder: Path) -> list[str]:
 def kill_and_resume(kills: int, seed: int, memory: Path) -> tuple[Done, list[str]]:
     """Until so many ranks were killed, or something is wrong."""
     dice, done = random.Random(seed), Done()
-    whole = memory / "whole"
-    (first, second) = in_processes(lambda rank: bits_of_run(whole))
-    assert first.error == second.error == "", first.error + second.error
+    whole = {kind: in_processes(lambda rank, kind=kind: bits_of_run(memory / kind, kind)) for kind in KINDS}  # type: ignore[misc]
+    for each in (each for pair in whole.values() for each in pair):
+        assert not each.error, each.error
     while done.kills < kills:
         folder = memory / f"run-{done.runs}" / "run"
         folder.mkdir(parents=True)
+        kind = KINDS[done.runs % len(KINDS)]
         done.runs += 1
         while True:
-            ended = attempt(folder, dice, done)
+            ended = attempt(folder, kind, dice, done)
             if (broken := damaged(folder)) != []:
                 return done, [f"damaged: {broken}"]
             if not any(each.error or each.status for each in ended):
@@ -178,15 +187,15 @@ def kill_and_resume(kills: int, seed: int, memory: Path) -> tuple[Done, list[str
             strange = [error for error in failed if "PeerFailed" not in error]
             if strange:
                 return done, strange
-        if wrong := faults(folder, ended, first.value):
-            return done, wrong
+        if wrong := faults(folder, ended, whole[kind]):
+            return done, [f"{kind}: {each}" for each in wrong]
         shutil.rmtree(folder.parent)
     return done, []
 
 
-def bits_of_run(folder: Path) -> list[bytes]:
+def bits_of_run(folder: Path, kind: str) -> list[bytes]:
     """The weights of a run that nobody kills."""
-    made = victim(folder)
+    made = victim(folder, kind)
     made.train()
     return bits(made)
 

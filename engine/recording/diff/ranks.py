@@ -31,6 +31,11 @@ def _in_payload(event: LoggedEvent) -> Json:
     return {"payload": {"metrics": _metrics((event.payload or {}).get("metrics"))}}
 
 
+def _in_fingerprint(event: LoggedEvent) -> Json:
+    found = event.payload or {}
+    return {} if found.get("sharded") else {"payload": {name: found.get(name) for name in ("weights", "optimizer")}}
+
+
 # what is replicated of an event, with the names of the fields; of the others, each process has its own, such as the
 # loss of its share of a batch and the state of its random number generators
 _REPLICATED: dict[str, Callable[[LoggedEvent], Json]] = {
@@ -44,9 +49,7 @@ _REPLICATED: dict[str, Callable[[LoggedEvent], Json]] = {
     "validation_completed": _in_payload,
     "epoch_completed": lambda event: {"metrics": _metrics(event.metrics)},
     "terminate_single_epoch": lambda event: {},
-    "state_fingerprinted": lambda event: {
-        "payload": {name: (event.payload or {}).get(name) for name in ("weights", "optimizer")}
-    },
+    "state_fingerprinted": _in_fingerprint,
 }
 _Key = tuple[int, str, str, int]  # iteration, engine, event, which one of that name in the iteration
 
