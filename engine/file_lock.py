@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import errno
 import fcntl
-from functools import cache
-
-from pulsetrain.engine.logs import get_logger
 
 __all__ = ["lock", "unlock"]
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
+_STALE = errno.ESTALE  # the file was removed on another host
 
 
-def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file; False if it is locked already, through another descriptor.
+def lock(descriptor: int, *, wait: bool = False) -> bool | None:
+    """Lock an open file; False if it is locked already, through another descriptor; None if files have no locks there.
 
     The lock belongs to what `os.open` made, which a forked process shares: there the descriptor has to be closed, or
-    the lock outlives this process. A file system without locks counts as unlocked, and a warning says so once.
+    the lock outlives this process.
 
     Args:
         descriptor: of the file; it must not be inherited by programs that this process starts (O_CLOEXEC).
         wait: until nothing else holds the lock.
+
+    Raises:
+        OSError: with ESTALE, the file is not there any more.
 
     >>> import os, tempfile
     >>> file = tempfile.NamedTemporaryFile()
@@ -36,9 +37,9 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _TAKEN:
-            return False
-        _warn_that_nothing_is_locked(error.strerror or str(error))
+        if error.errno == _STALE:
+            raise
+        return False if error.errno in _TAKEN else None  # ENOLCK (NFS), ENOSYS (Lustre), EOPNOTSUPP
     return True
 
 
@@ -48,10 +49,3 @@ def unlock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     except OSError:  # a file system without locks
         pass
-
-
-@cache
-def _warn_that_nothing_is_locked(reason: str) -> None:
-    get_logger("engine").warning(
-        "this file system has no locks: nothing prevents two runs from writing into one folder", reason=reason
-    )

@@ -120,8 +120,12 @@ class ControlGroup:
         self._meet("a broadcast", lambda: torch.distributed.broadcast_object_list(values, src=0, group=self._group))
         return values[0]
 
-    def main_decides(self, decide: Callable[[], T]) -> T:
+    def main_decides(self, decide: Callable[[], T], *, patient: bool = False) -> T:
         """What the function returns in the main process, in every process.
+
+        Args:
+            decide: the function.
+            patient: it may take longer than the timeout.
 
         Raises:
             Exception: it was raised there.
@@ -134,6 +138,8 @@ class ControlGroup:
                 decided = decide(), None
             except Exception as error:
                 decided = None, error
+        if patient:
+            self.wait_for_main()
         value, refused = self.broadcast(decided)
         if refused is not None:
             raise refused
@@ -158,7 +164,7 @@ class ControlGroup:
                 if failure is not None:
                     raise failure.as_error()
                 if time.monotonic() > until:
-                    raise PeerFailed(f"rank 0 has not come within {_PATIENCE:g} s, while this one waited for a save")
+                    raise PeerFailed(f"rank 0 has not come within {_PATIENCE:g} s, while this one waited for it")
                 time.sleep(_POLL)
         except PeerFailed:
             raise

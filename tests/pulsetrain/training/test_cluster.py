@@ -1,0 +1,154 @@
+"""Several tasks of a Slurm step, which srun has started: they join, obey Slurm's signals, and share a run folder."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from pulsetrain import SignalWatch, Trainer
+from pulsetrain.engine import ConfigurationError, Events
+from pulsetrain.engine.checkpoint import find_checkpoints
+from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder
+from pulsetrain.training import shared_folders
+from tests.support.models import pairs
+from tests.support.models import trainer as alone
+from tests.support.ranks import in_processes
+from tests.support.runs_of_ranks import linear, make
+
+
+def as_task(rank: int) -> None:
+    """The environment as srun leaves it, but for the port, which another test may use at the same time."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        del os.environ[name]
+    os.environ |= {
+        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+
+
+def endless(folder: Path, *handlers: Any) -> Trainer:
+    recording = [EventRecorder(folder), Checkpointer(folder), *handlers]
+    return make(linear(), DataLoader(pairs(16), 4), *recording, max_epochs=10_000)
+
+
+@pytest.mark.parametrize(
+    ("who", "name"), [((1,), "SIGUSR1"), ((0, 1), "SIGUSR1"), ((0,), "SIGUSR2"), ((0, 1), "SIGTERM")], ids=str
+)
+def test_a_signal_of_slurm_ends_all_tasks_of_a_plain_script_with_a_checkpoint(
+    who: tuple[int, ...], name: str, tmp_path: Path
+):
+    def body(rank: int) -> None:
+        as_task(rank)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert ranks() == (rank, 2)
+        made = endless(tmp_path)
+        if rank in who:
+            made.on(Events.ITERATION_COMPLETED(once=7))(lambda: os.kill(os.getpid(), signal.Signals[name]))
+        if rank == 0:
+            made.on(Events.COMPLETED)(lambda: time.sleep(1.0))  # a long last save
+        made.train()
+
+    ended = in_processes(body)
+    assert [(each.status, each.error) for each in ended] == [(128 + signal.Signals[name], "")] * 2
+    assert [EventLog(tmp_path / "events", rank).ended for rank in (0, 1)] == [True, True]
+    last = [list(EventLog(tmp_path / "events", rank).read(event="completed"))[-1].iteration for rank in (0, 1)]
+    assert last[0] == last[1] >= 7
+    assert max(int(each.name[:9]) for each in find_checkpoints(tmp_path / "checkpoints")) == last[0]
+
+
+def test_a_folder_that_one_process_does_not_see_is_refused_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_folders, "_PATIENCE", 0.5)
+
+    def body(rank: int) -> list[str]:
+        as_task(rank)
+        said = []
+        for own in (tmp_path / f"tmp of rank {rank}", tmp_path / "shared", Path("relative")):
+            here = tmp_path / f"home {rank}"
+            here.mkdir(exist_ok=True)
+            os.chdir(here)
+            made = make(linear(), DataLoader(pairs(16), 4), EventRecorder(own), Checkpointer(own), CSVLogger(own))
+            try:
+                made.train()
+                assert made.state.epoch == 2
+                said.append("")
+            except ConfigurationError as refused:
+                said.append(str(refused))
+        return said
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    host = os.uname().nodename
+    assert first.value[0].startswith(
+        f"the run folder {tmp_path}/tmp of rank 0 of rank 0 on {host} is not the same folder everywhere: rank 1 on "
+        f"{host} cannot see what rank 0 writes there, since it has {tmp_path}/tmp of rank 1; put it on storage"
+    )
+    assert first.value[1] == ""
+    assert f"{tmp_path}/home 1/relative" in first.value[2]
+    assert [each for each in tmp_path.rglob(".seen*")] == []
+    assert not list(tmp_path.glob("tmp*/metrics.csv")), "a run that is refused has not begun"
+
+
+def test_tasks_wait_together_for_a_folder_that_an_earlier_run_still_uses(tmp_path: Path):
+    def body(rank: int) -> int:
+        as_task(rank)
+        if rank == 0:
+            pid = os.fork()
+            if not pid:  # the earlier run
+                for name in ("SLURM_STEP_ID", "SLURM_JOB_ID"):
+                    del os.environ[name]
+                run = alone({"max_epochs": 1}, handlers=[Checkpointer(tmp_path)])
+                run.on(Events.ITERATION_COMPLETED(once=1))(lambda: (tmp_path / "begun").touch() or time.sleep(3.0))
+                run.train()
+                os._exit(0)
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        made = make(linear(), DataLoader(pairs(16), 4), CSVLogger(tmp_path), max_epochs=1)
+        made.agreement.control.timeout = 1.0
+        made.train(wait=True)
+        return made.state.iteration
+
+    ended = in_processes(body)
+    assert "holds a run already" in ended[0].error  # it has waited for that run, which has saved
+    assert "PeerFailed: rank 0 has failed" in ended[1].error
+
+
+def test_signals_that_the_program_handles_are_left_to_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    faulthandler.register(signal.SIGUSR2)
+    try:
+        run = alone({"max_epochs": 1})
+        run.on(Events.ITERATION_COMPLETED(once=3))(lambda: signal.raise_signal(signal.SIGUSR1))
+        run.on(Events.ITERATION_COMPLETED(once=4))(lambda: signal.raise_signal(signal.SIGUSR2))
+        with SignalWatch(names=("SIGINT",)):
+            run.train()
+        assert "SIGUSR2" not in SignalWatch()._names
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR1, before)
+    assert (got, run.state.iteration) == ([signal.SIGUSR1], 10)
+    assert "SIGUSR2" in SignalWatch()._names
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert SignalWatch()._names == ("SIGINT", "SIGTERM", "SIGUSR1")
+
+
+def test_outside_of_a_job_a_signal_ends_a_plain_script_as_usual():
+    def body(rank: int) -> None:
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        run = alone({"max_epochs": 1})
+        run.on(Events.ITERATION_COMPLETED(once=3))(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        run.train()
+
+    assert in_processes(body, 1)[0].status == -signal.SIGUSR1
