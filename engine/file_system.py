@@ -14,8 +14,8 @@ __all__ = ["FileSystem", "file_system_of", "report_once"]
 _MOUNTS = Path("/proc/self/mountinfo")
 _SHARED = frozenset(
     (
-        "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "cifs", "smb3", "smbfs", "9p", "afs", "panfs",
-        "orangefs", "pvfs2", "wekafs", "dvs", "glusterfs",
+        "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "cifs", "smb3", "smbfs", "9p", "afs",
+        "panfs", "orangefs", "pvfs2", "wekafs", "dvs", "glusterfs",
     )
 )  # fmt: skip
 _LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.lxcfs")

@@ -108,8 +108,8 @@ def _meet(found: Ranks, timeout: float) -> Store:
     if not host or not port:
         if here.by == "Slurm":
             raise ConfigurationError(
-                f"srun has started {found.world_size} tasks, and neither SLURM_STEP_NODELIST nor MASTER_ADDR says where "
-                "they meet; set MASTER_ADDR to the host of rank 0"
+                f"srun has started {found.world_size} tasks, and neither SLURM_STEP_NODELIST nor MASTER_ADDR says "
+                "where they meet; set MASTER_ADDR to the host of rank 0"
             )
         raise ConfigurationError(
             f"WORLD_SIZE={found.world_size} says that several processes train together, and MASTER_ADDR and "

@@ -6,7 +6,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pulsetrain.cli.reports import FAILED
 from pulsetrain.engine.distributed.failures import Warden
@@ -82,7 +82,7 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
     os.environ[_OPTIONS] = f"--launch.nproc={how.nproc} --launch.min_nproc={how.min_nproc}"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // how.nproc)))
     # earlier versions of torch forward the first four alone
-    forwarded = {"signals_to_handle": _FORWARDED} if "signals_to_handle" in LaunchConfig.__dataclass_fields__ else {}
+    forwarded: Any = {"signals_to_handle": _FORWARDED} if hasattr(LaunchConfig, "signals_to_handle") else {}
     count, failed, before = how.nproc, 0, progress()
     while True:
         resumed = list(words)

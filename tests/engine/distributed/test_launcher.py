@@ -56,7 +56,7 @@ def test_what_is_set_besides_slurms_variables_is_respected():
         STEP | {"RANK": "0", "WORLD_SIZE": "1"},  # tasks that train a model each
         {"RANK": "1"},
     ],
-    ids=["nothing", "batch", "batch by name", "extern", "batch by number", "salloc", "no rank", "one task", "apart", "half"],
+    ids=["nothing", "batch", "batch's name", "extern", "batch's number", "salloc", "no rank", "one task", "apart", "half"],
 )  # fmt: skip
 def test_a_process_that_waits_for_no_others(environment: dict[str, str]):
     assert started(environment).world_size == 1
@@ -112,7 +112,7 @@ def test_the_first_hosts_of_a_huge_list_cost_nothing():
     "nodes", ["", "a,,b", "a,", "a[1", "a]1[", "a[1]]", "a[[1]]", "a[]", "a[1-]", "a[-1]", "a[3-1]", "a[x]", "a[1-2-3]"]
 )
 def test_other_lists_are_refused(nodes: str):
-    with pytest.raises(ValueError, match="in '|empty"):
+    with pytest.raises(ValueError, match=r"in '|empty"):
         list(hosts(nodes))
 
 
