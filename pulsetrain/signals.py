@@ -183,9 +183,8 @@ def interrupted_safely(trainer: Engine) -> Iterator[None]:
 
 def _free_of_slurm() -> list[str]:
     """In a Slurm job, which of its signals would end this process, since nothing handles them."""
-    return (
-        [each for each in _OF_SLURM if hasattr(signal, each) and _is_free(signal.Signals[each])] if slurm_job() else []
-    )
+    names = _OF_SLURM if slurm_job() else ()
+    return [each for each in names if hasattr(signal, each) and _is_free(signal.Signals[each])]
 
 
 def _is_free(number: int) -> bool:

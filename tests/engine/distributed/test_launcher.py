@@ -56,7 +56,7 @@ def test_what_is_set_besides_slurms_variables_is_respected():
         STEP | {"RANK": "0", "WORLD_SIZE": "1"},  # tasks that train a model each
         {"RANK": "1"},
     ],
-    ids=["nothing", "batch", "batch's name", "extern", "batch's number", "salloc", "no rank", "one task", "apart", "half"],
+    ids=["nothing", "batch", "batch's name", "extern", "batch's number", "salloc", "no rank", "one", "apart", "half"],
 )  # fmt: skip
 def test_a_process_that_waits_for_no_others(environment: dict[str, str]):
     assert started(environment).world_size == 1
