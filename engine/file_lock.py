@@ -8,7 +8,6 @@ import fcntl
 __all__ = ["lock", "unlock"]
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
-_STALE = errno.ESTALE  # the file was removed on another host
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool | None:
@@ -20,9 +19,6 @@ def lock(descriptor: int, *, wait: bool = False) -> bool | None:
     Args:
         descriptor: of the file; it must not be inherited by programs that this process starts (O_CLOEXEC).
         wait: until nothing else holds the lock.
-
-    Raises:
-        OSError: with ESTALE, the file is not there any more.
 
     >>> import os, tempfile
     >>> file = tempfile.NamedTemporaryFile()
@@ -37,8 +33,6 @@ def lock(descriptor: int, *, wait: bool = False) -> bool | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno == _STALE:
-            raise
         return False if error.errno in _TAKEN else None  # ENOLCK (NFS), ENOSYS (Lustre), EOPNOTSUPP
     return True
 

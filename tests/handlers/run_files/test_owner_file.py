@@ -178,20 +178,31 @@ def test_of_several_processes_that_take_a_dead_owners_folder_one_gets_it(
     assert statuses == [0, 2, 2]
 
 
-def test_a_lock_that_was_held_on_a_file_that_another_host_has_removed_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    real, stale = file_lock.fcntl.flock, [OSError(errno.ESTALE, "Stale file handle")]
+def test_a_file_that_another_host_has_removed_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real, stale = os.path.samestat, [OSError(errno.ESTALE, "Stale file handle")]
 
-    def flock(descriptor: int, operation: int) -> None:
-        if os.fstat(descriptor).st_nlink and stale:  # not the probe's, which has no name
+    def samestat(first: os.stat_result, second: os.stat_result) -> bool:
+        if stale:
             raise stale.pop()
-        real(descriptor, operation)
+        return real(first, second)
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(owner_file.os.path, "samestat", samestat)
     with capture_logs() as logs:
         mine = OwnerFile(tmp_path)
     assert (stale, logs, mine._heart) == ([], [], None)
     assert description(tmp_path)["pid"] == os.getpid()
     mine.release()
     assert os.listdir(tmp_path) == []
+
+
+def test_that_this_host_has_no_process_of_an_owners_number_says_nothing_about_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    no_locks(monkeypatch, errno.ENOLCK)
+    with monkeypatch.context() as there:
+        on_another_host(there)
+        there.setattr(owner_file.os, "getpid", lambda: 1 << 30)
+        first = OwnerFile(tmp_path)
+    with pytest.raises(RunFolderError, match=f"in use by process {1 << 30} on "):
+        OwnerFile(tmp_path)
+    first.release()

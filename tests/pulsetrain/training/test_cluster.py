@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.utils.data import DataLoader
 from pulsetrain import SignalWatch, Trainer
 from pulsetrain.engine import ConfigurationError, Events
 from pulsetrain.engine.checkpoint import find_checkpoints
+from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder
-from pulsetrain.training import shared_folders
+from pulsetrain.training import agreement, shared_folders
 from tests.support.models import pairs
 from tests.support.models import trainer as alone
 from tests.support.ranks import in_processes
@@ -45,8 +47,11 @@ def endless(folder: Path, *handlers: Any) -> Trainer:
     ("who", "name"), [((1,), "SIGUSR1"), ((0, 1), "SIGUSR1"), ((0,), "SIGUSR2"), ((0, 1), "SIGTERM")], ids=str
 )
 def test_a_signal_of_slurm_ends_all_tasks_of_a_plain_script_with_a_checkpoint(
-    who: tuple[int, ...], name: str, tmp_path: Path
+    who: tuple[int, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    # it would end a process that is still saving, if another one's end were taken for a failure
+    monkeypatch.setattr(agreement, "Warden", partial(Warden, interval=0.1, grace=0.2))
+
     def body(rank: int) -> None:
         as_task(rank)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -145,6 +150,9 @@ def test_signals_that_the_program_handles_are_left_to_it(monkeypatch: pytest.Mon
         signal.signal(signal.SIGUSR1, before)
     assert (got, run.state.iteration) == ([signal.SIGUSR1], 10)
     assert "SIGUSR2" in SignalWatch()._names
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    assert "SIGUSR2" not in SignalWatch()._names
+    signal.signal(signal.SIGUSR2, before)
     monkeypatch.delenv("SLURM_JOB_ID")
     assert SignalWatch()._names == ("SIGINT", "SIGTERM", "SIGUSR1")
 
