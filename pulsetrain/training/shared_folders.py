@@ -22,13 +22,13 @@ _POLL = 0.1
 def check_shared_folders(
     control: ControlGroup, handlers: Iterable[object], clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Refuse run folders that a process does not see; all ranks call this.
+    """Refuse run folders of the main process that another one does not see; all ranks call this.
 
     A folder that cannot be written is left to its handler.
 
     Args:
         control: joins the ranks.
-        handlers: of this rank; the folders of its Checkpointer and EventRecorder count, in their order.
+        handlers: of this rank; the folders of the main one's Checkpointer and EventRecorder count.
         clock: seconds, never running backwards.
 
     Raises:
@@ -36,46 +36,35 @@ def check_shared_folders(
     """
     if not control.is_shared:
         return
-    folders = _folders(handlers)
-    marks = control.broadcast([_mark(each) for each in folders] if control.ranks.is_main else [])
+    marks = control.broadcast(_marks(handlers) if control.ranks.is_main else [])
     until = clock() + min(_PATIENCE, control.timeout / 2)
-    seen = [
-        mark is None or _sees(folder / mark, until, clock) for folder, mark in zip(folders, marks, strict=False)
-    ]  # a rank without these handlers needs no folder
-    everyone = control.gather((socket.gethostname(), [str(each) for each in folders], seen))
+    everyone = control.gather((socket.gethostname(), [_sees(mark, until, clock) for mark in marks]))
     if control.ranks.is_main:
-        for folder, mark in zip(folders, marks, strict=True):
-            if mark is not None:
-                with suppress(OSError):
-                    (folder / mark).unlink()
-    main_host, names, _ = everyone[0]
-    for at, name in enumerate(names):
-        blind = [(rank, *each[:2]) for rank, each in enumerate(everyone) if at < len(each[2]) and not each[2][at]]
+        for mark in marks:
+            with suppress(OSError):
+                mark.unlink()
+    for at, mark in enumerate(marks):
+        blind = [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(everyone) if not seen[at]]
         if blind:
-            theirs = blind[0][2][at]
             raise ConfigurationError(
-                f"the run folder {name} of rank 0 on {main_host} is not the same folder everywhere: "
-                f"{', '.join(f'rank {rank} on {host}' for rank, host, _ in blind)} cannot see what rank 0 writes there"
-                f"{'' if theirs == name else f', since it has {theirs}'}; put it on storage that all hosts share, and "
-                "name it by an absolute path"
+                f"the run folder {mark.parent} of rank 0 on {everyone[0][0]} is not the same folder everywhere: "
+                f"{', '.join(blind)} cannot see what rank 0 writes there; put it on storage that all hosts share under "
+                "one path"
             )
 
 
-def _folders(handlers: Iterable[object]) -> list[Path]:
+def _marks(handlers: Iterable[object]) -> list[Path]:
+    """New files in the run folders."""
     found = [each.folder for each in handlers if isinstance(each, Checkpointer) and isinstance(each.folder, Path)]
     found += [each.folder.parent for each in handlers if isinstance(each, EventRecorder)]
-    return list(dict.fromkeys(each.resolve() for each in found))
-
-
-def _mark(folder: Path) -> str | None:
-    """The name of a new file in the folder; None where it cannot be written."""
-    name = f".seen-{uuid.uuid4().hex}"  # a name that no host has looked for before
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch(exist_ok=False)
-    except OSError:
-        return None
-    return name
+    marks = []
+    for folder in dict.fromkeys(each.resolve() for each in found):
+        mark = folder / f".seen-{uuid.uuid4().hex}"  # a name that no host has looked for before
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch(exist_ok=False)
+            marks.append(mark)
+    return marks
 
 
 def _sees(file: Path, until: float, clock: Callable[[], float]) -> bool:
