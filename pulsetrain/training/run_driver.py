@@ -97,14 +97,15 @@ class RunDriver:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
+        if not self._has_checked_folders:
+            self._has_checked_folders = True
+            with self._agreement.explained("looking for the run folder"):
+                check_shared_folders(self._agreement.control, self._registry.handlers)
         try:
             with self._agreement.watched():
                 take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
                 if wait:
                     self._agreement.control.wait_for_main()
-                if not self._has_checked_folders:
-                    self._has_checked_folders = True
-                    check_shared_folders(self._agreement.control, self._registry.handlers)
                 if resume is not None:
                     self._load(resume)
                 self._rewind = None

@@ -109,14 +109,15 @@ def test_a_folder_that_one_process_does_not_see_is_refused_by_all(tmp_path: Path
     assert (first.error, second.error) == ("", ""), first.error + second.error
     host = os.uname().nodename
     said = (
-        f"the run folder {tmp_path}/local of rank 0 on {host} is not the same folder everywhere: rank 1 on {host} cannot "
-        "see what rank 0 writes there; put it on storage that all hosts share under one path"
+        f"the run folder {tmp_path}/local of rank 0 on {host} is not the same folder everywhere: rank 1 on {host} "
+        "cannot see what rank 0 writes there; put it on storage that all hosts share under one path"
     )
     assert first.value == second.value == [said, "", ""]
     assert list(tmp_path.rglob(".seen*")) == []
     assert not (tmp_path / "local" / "metrics.csv").exists(), "a run that is refused has not begun"
 
 
+@pytest.mark.slow
 def test_tasks_wait_together_for_a_folder_that_an_earlier_run_still_uses(tmp_path: Path):
     def run(epochs: int) -> Trainer:
         return make(linear(), DataLoader(pairs(16), 4), Checkpointer(tmp_path), max_epochs=epochs)
