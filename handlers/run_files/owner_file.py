@@ -75,7 +75,8 @@ class OwnerFile:
             os.close(self._descriptor)
             self._descriptor = None
         elif self._heart is not None:
-            self._heart.join()
+            if self._heart is not threading.current_thread():  # which may have deleted the owner
+                self._heart.join()
             with suppress(OSError):
                 if self._path.read_bytes() == self._content:
                     os.unlink(self._path)
