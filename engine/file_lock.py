@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-from functools import cache
-
-from pulsetrain.engine.logs import get_logger
 
 __all__ = ["lock", "unlock"]
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
-def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file; False if it is locked already, through another descriptor.
+def lock(descriptor: int, *, wait: bool = False) -> bool | None:
+    """Lock an open file; False if it is locked already, through another descriptor; None if files have no locks there.
 
     The lock belongs to what `os.open` made, which a forked process shares: there the descriptor has to be closed, or
-    the lock outlives this process. A file system without locks counts as unlocked, and a warning says so once.
+    the lock outlives this process.
 
     Args:
         descriptor: of the file; it must not be inherited by programs that this process starts (O_CLOEXEC).
@@ -36,9 +33,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _TAKEN:
-            return False
-        _warn_that_nothing_is_locked(error.strerror or str(error))
+        return False if error.errno in _TAKEN else None  # ENOLCK (NFS), ENOSYS (Lustre), EOPNOTSUPP
     return True
 
 
@@ -48,10 +43,3 @@ def unlock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     except OSError:  # a file system without locks
         pass
-
-
-@cache
-def _warn_that_nothing_is_locked(reason: str) -> None:
-    get_logger("engine").warning(
-        "this file system has no locks: nothing prevents two runs from writing into one folder", reason=reason
-    )

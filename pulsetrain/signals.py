@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1 end a run at a safe point, with a checkpoint."""
+"""SIGINT, SIGTERM, SIGUSR1 and, in a Slurm job, SIGUSR2 end a run at a safe point, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Self
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Preempted
 from pulsetrain.engine.data.workers import release_workers
+from pulsetrain.engine.distributed.launcher import slurm_job
 from pulsetrain.engine.events.ignite import Handle
 
 __all__ = ["SignalWatch", "interrupted_safely"]
@@ -22,11 +24,14 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 """What `signal.signal` takes and returns."""
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+_OF_SLURM = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # what Slurm sends before it ends a job, by its settings or --signal
 FORWARDED = 2.0  # seconds in which launchers forward a signal that they got: such a one is not a second request
 
 
 class SignalWatch:
     """While it is entered, the first SIGINT, SIGTERM or SIGUSR1 ends a trainer's run at the next safe point.
+
+    In a Slurm job so does SIGUSR2, unless the program handles it.
 
     The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM, end
     the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. So does any
@@ -36,7 +41,7 @@ class SignalWatch:
 
     Args:
         trainer: whose run to end; `follow` names one later.
-        names: the signals.
+        names: the signals; by default those above.
         clock: monotonic, in seconds.
 
     Raises:
@@ -60,12 +65,13 @@ class SignalWatch:
         self,
         trainer: Engine | None = None,
         *,
-        names: Sequence[str] = NAMES,
+        names: Sequence[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.received: signal.Signals | None = None  # the first
         self.status = 0  # for the process to exit with: 128 + the number of the signal that ended the run
-        self._named, self._names, self._clock = trainer, names, clock
+        self._named, self._clock = trainer, clock
+        self._names = (*NAMES, *(each for each in _free_of_slurm() if each not in NAMES)) if names is None else names
         self._trainer: Engine | None = None
         self._first_at: dict[int, float] = {}  # by signal
         self._previous = contextlib.ExitStack()  # restores the handlers that were there before
@@ -155,14 +161,38 @@ class SignalWatch:
 def interrupted_safely(trainer: Engine) -> Iterator[None]:
     """Ctrl-C ends the trainer's run at the next safe point, with a checkpoint; KeyboardInterrupt is raised after that.
 
-    It is raised also if no safe point was left. A second Ctrl-C raises it at once. Nothing changes where the program
-    handles SIGINT itself, or in another thread.
+    It is raised also if no safe point was left. A second Ctrl-C raises it at once. In a Slurm job, SIGTERM, SIGUSR1 and
+    SIGUSR2 end the run likewise, and SystemExit is raised with 128 + the signal's number. Nothing changes for a signal
+    that the program handles itself, or in another thread.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    names: list[str] = []
+    if threading.current_thread() is threading.main_thread():
+        names = ["SIGINT"] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
+        names += _free_of_slurm()
+    if not names:
         yield
         return
-    with SignalWatch(trainer, names=("SIGINT",)) as watch:
+    with SignalWatch(trainer, names=names) as watch:
         yield
-    if watch.received or watch.status:  # another process of the run may have got it
+    status = watch.status or (128 + watch.received if watch.received else 0)  # another process may have got it
+    if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
+    if status:
+        raise SystemExit(status)
+
+
+def _free_of_slurm() -> list[str]:
+    """In a Slurm job, which of its signals would end this process, since nothing handles them."""
+    names = _OF_SLURM if slurm_job() else ()
+    return [each for each in names if hasattr(signal, each) and _is_free(signal.Signals[each])]
+
+
+def _is_free(number: int) -> bool:
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    try:  # Python does not know of handlers in C, such as those of faulthandler.register
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    except (OSError, ValueError, IndexError):
+        return True
+    return not caught >> (number - 1) & 1

@@ -20,7 +20,7 @@ from pulsetrain.engine.logs import get_logger
 
 __all__ = ["Disk", "sync", "write_file"]
 
-_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _reported: set[int] = set()  # file systems that cannot sync folders
 _PARTIAL = ".partial-"  # prefix of names that readers ignore: half-written or half-deleted
 

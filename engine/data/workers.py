@@ -23,12 +23,12 @@ WorkerInit = Callable[[int], None]
 
 @contextmanager
 def workers_outlive_signals(loader: object) -> Iterator[tuple[int, ...]]:
-    """Workers started inside ignore those of SIGINT, SIGTERM and SIGUSR1 that this process handles.
+    """Workers started inside ignore those of SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 that this process handles.
 
     A scheduler that stops a job signals every process of it. If a handler of this process lets the run continue to a
     safe point, the run needs its workers until then. Yields the numbers of those signals.
     """
-    numbers = tuple(filter(_is_handled, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
+    numbers = tuple(filter(_is_handled, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)))
     can_block = hasattr(signal, "pthread_sigmask")
     if not (numbers and can_block and isinstance(loader, DataLoader) and loader.num_workers > 0):
         yield ()

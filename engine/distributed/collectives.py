@@ -54,6 +54,7 @@ class ControlGroup:
         self.ranks, self.timeout = ranks, timeout
         self.calls = 0  # collectives so far
         self._group, self._store = group, store
+        self._waits = 0  # for the main process
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         readers = others if host == ranks.rank else ()
         self.board = None if store is None else FailureBoard(store, ranks.rank, readers, host)
@@ -120,8 +121,12 @@ class ControlGroup:
         self._meet("a broadcast", lambda: torch.distributed.broadcast_object_list(values, src=0, group=self._group))
         return values[0]
 
-    def main_decides(self, decide: Callable[[], T]) -> T:
+    def main_decides(self, decide: Callable[[], T], *, patient: bool = False) -> T:
         """What the function returns in the main process, in every process.
+
+        Args:
+            decide: the function.
+            patient: it may take longer than the timeout.
 
         Raises:
             Exception: it was raised there.
@@ -134,10 +139,27 @@ class ControlGroup:
                 decided = decide(), None
             except Exception as error:
                 decided = None, error
+        if patient:
+            self.wait_for_main()
         value, refused = self.broadcast(decided)
         if refused is not None:
             raise refused
         return value  # type: ignore[return-value]  # decided
+
+    def wait_for_main(self) -> None:
+        """Return once the main process has come here, too: it may take longer than the timeout.
+
+        Raises:
+            PeerFailed: a rank has failed meanwhile.
+        """
+        if self._store is None:
+            return
+        self._waits += 1
+        key = f"main-{self._waits}"
+        if self.ranks.is_main:
+            self.post(key, None)
+        else:
+            self.posted(key, 0, "it")
 
     def post(self, key: str, value: object) -> None:
         """Leave a value of JSON under a key of this rank; no collective, so any thread may do it."""

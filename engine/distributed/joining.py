@@ -15,19 +15,21 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # part of 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.distributed.ranks import Ranks, ranks
 from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 
 __all__ = ["check_alike", "join", "leave"]
 
 TIMEOUT = 60.0  # seconds
+_ALONE = "; tasks of srun that train a model each need RANK=0 and WORLD_SIZE=1"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of a function, differs between processes
 _joined: tuple[object, ControlGroup] | None = None  # torch's default group, and ours beside it
 _made_default = False  # whether that group was made here
 
 
 def join(timeout: float = TIMEOUT) -> ControlGroup:
-    """The group by which the processes agree; where torchrun has started them, torch's default group is made first.
+    """The group by which the processes agree; if torchrun or srun has started them, torch's default one is made first.
 
     A default group that exists is kept, and its settings hold for the gradients. All ranks have to call this.
 
@@ -49,7 +51,7 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     if not torch.distributed.is_initialized():
         store = _meet(found, timeout)
         if torch.cuda.is_available():  # else every process of a host would use its first one
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", found.rank)) % torch.cuda.device_count())
+            torch.cuda.set_device(started().local_rank % torch.cuda.device_count())
         torch.distributed.init_process_group(store=store, rank=found.rank, world_size=found.world_size)
         _made_default = True
         atexit.register(leave)
@@ -101,12 +103,18 @@ def _short(text: str) -> str:
 
 def _meet(found: Ranks, timeout: float) -> Store:
     """The store of all ranks, once each of them has come."""
-    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+    here = started()
+    host, port = here.address, here.port
+    if not host or not port:
+        if here.by == "Slurm":
+            raise ConfigurationError(
+                f"srun has started {found.world_size} tasks, and neither SLURM_STEP_NODELIST nor MASTER_ADDR says "
+                "where they meet; set MASTER_ADDR to the host of rank 0"
+            )
         raise ConfigurationError(
             f"WORLD_SIZE={found.world_size} says that several processes train together, and MASTER_ADDR and "
             "MASTER_PORT do not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
         )
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = found.rank == 0 and not _has_launcher()
     try:
         store = _connect(host, port, timeout, hosts=hosts)
@@ -132,6 +140,7 @@ def _meet(found: Ranks, timeout: float) -> Store:
         raise PeerFailed(
             f"of {found.world_size} processes, {_listed(missing)} not come to {host}:{port} within "
             f"{timeout:g} s; see its output, and whether it was started"
+            f"{_ALONE if here.by == 'Slurm' else ''}"
         )
     return attempt
 
@@ -139,7 +148,8 @@ def _meet(found: Ranks, timeout: float) -> Store:
 def _store_beside(found: Ranks, timeout: float) -> Store:
     """A store for ranks whose default group the user has made: the launcher's, else one of rank 0."""
     if _has_launcher():
-        return _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout, hosts=False)
+        launcher = started()
+        return _connect(launcher.address, launcher.port, timeout, hosts=False)
     address: list[str | int] = [socket.gethostname(), 0]
     hosted = _connect("localhost", 0, timeout, hosts=True) if found.is_main else None
     if hosted is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = [
@@ -46,17 +46,18 @@ class Ranks(NamedTuple):
 
 
 def ranks() -> Ranks:
-    """Those of torch's default process group, or of the environment where torchrun has started this process.
+    """Those of torch's default process group, or of the environment where torchrun or srun has started this process.
 
     >>> ranks()
     Ranks(rank=0, world_size=1)
+
+    Raises:
+        ConfigurationError: the environment contradicts itself.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    try:
-        return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    except (KeyError, ValueError):  # started alone
-        return Ranks()
+    found = started()
+    return Ranks(found.rank, found.world_size)
 
 
 def check_shared(place: str, model: object, loader: object = None, *, wraps: bool = False) -> None:

@@ -14,6 +14,7 @@ from typing import Literal, Self
 from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, Events, Phase
 from pulsetrain.engine.argument_checks import check_choice, check_positive
 from pulsetrain.engine.checkpoint.digests import PROGRESS
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
@@ -131,7 +132,9 @@ class HangWatchdog(Handler):
         first = runs[0]
         where = f"{first.name!r} at epoch {first.state.epoch}, iteration {first.state.iteration}"
         message = f"no event for {silent:.1f} s: the run hangs"
-        path = self.folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{len(self.reports) + 1}.txt"
+        here = ranks()
+        whose = f"-rank{here.rank}" if here.world_size > 1 else ""  # all of them may hang at once
+        path = self.folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{len(self.reports) + 1}{whose}.txt"
         try:
             with path.open("w", encoding="utf-8") as file:
                 file.write(f"{message}; {where}, last event {first.last_event_name}\n\n")

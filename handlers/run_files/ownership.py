@@ -1,37 +1,31 @@
 """One run owns a run folder: it takes the folder before its first write there, and releases it when it ends.
 
-The owner holds an advisory lock on a file in the folder, which names it. The lock ends with the process, however that
-ends. Reading a run takes nothing.
+A file in the folder names the owner and keeps others out; see `OwnerFile`. Reading a run takes nothing.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from pulsetrain.engine import LAST, Engine, EventBus, Events, Phase, is_training_run
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.subscription import FIRST
-from pulsetrain.engine.file_lock import lock, unlock
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, is_run_end
 from pulsetrain.handlers.run_files.earlier_run import holds_run
+from pulsetrain.handlers.run_files.owner_file import OWNER_FILE, OwnerFile
 
 __all__ = ["OWNER_FILE", "FolderUse", "holds_another_run", "release", "release_idle", "take", "take_all"]
 
-OWNER_FILE = ".owner"  # while a run owns the folder
 _ENDS = Events.COMPLETED | Events.TERMINATE | Events.EXCEPTION_RAISED
 
 
@@ -40,7 +34,7 @@ class _Held:
     """A folder that this process owns."""
 
     owner: weakref.ref[Any]  # a bus, or what made the folder for one
-    descriptor: int | None  # of the locked file; None where that cannot be written
+    file: OwnerFile | None  # None where it cannot be written
 
 
 _held: dict[Path, _Held] = {}
@@ -76,7 +70,7 @@ def take(folder: Path, owner: object, place: str = "", *, wait: bool = False) ->
     if held is not None:
         _release(path, held.owner)
     reference = weakref.ref(owner, lambda gone: _release(path, gone))
-    _held[path] = _Held(reference, _locked(path, folder, place, wait))
+    _held[path] = _Held(reference, _owned(path, folder, place, wait))
     if _run_in(path) is not owner and not holds_run(path):
         _runs[path] = reference
 
@@ -230,41 +224,15 @@ def _runs_inside(engine: Engine) -> bool:
     return any(each.is_running for each in engine.bus.engines if each is not engine)
 
 
-def _locked(path: Path, folder: Path, place: str, wait: bool) -> int | None:
-    """The descriptor of the folder's locked file; None where it cannot be written, which the handler will report."""
-    file = path / OWNER_FILE
-    while True:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:
-            return None
-        if not lock(descriptor, wait=wait):
-            owner = os.pread(descriptor, 4096, 0)
-            os.close(descriptor)
-            rule = (
-                f"is in use{_described(owner)}; wait for the end of that run, by train(wait=True) or --wait on the "
-                "command line, or choose another folder"
-            )
-            raise RunFolderError(rule, place or "run", folder=str(folder))
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
-                break
-        os.close(descriptor)  # the last owner has removed it meanwhile
-    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    content = msgspec.json.encode({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + b"\n"
-    with suppress(OSError):  # a full disk: the lock holds without its description
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, content, 0)
-    return descriptor
-
-
-def _described(content: bytes) -> str:
+def _owned(path: Path, folder: Path, place: str, wait: bool) -> OwnerFile | None:
+    """The folder's owner file; None where it cannot be written, which the handler will report."""
     try:
-        owner = msgspec.json.decode(content)
-        return f" by process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (ValueError, TypeError, KeyError):  # it is just being written
-        return " by another process"
+        path.mkdir(parents=True, exist_ok=True)
+        return OwnerFile(path, place, str(folder), wait=wait)
+    except RunFolderError:
+        raise
+    except OSError:
+        return None
 
 
 def _release(path: Path, reference: weakref.ref[Any]) -> None:
@@ -272,11 +240,8 @@ def _release(path: Path, reference: weakref.ref[Any]) -> None:
     if held is None or held.owner is not reference:
         return
     del _held[path]
-    if held.descriptor is not None:
-        with suppress(OSError):
-            os.unlink(path / OWNER_FILE)
-        unlock(held.descriptor)
-        os.close(held.descriptor)
+    if held.file is not None:
+        held.file.release()
 
 
 def _owner_of(path: Path) -> object | None:
@@ -294,8 +259,8 @@ def _leave_in_child() -> None:
     for use in [*_uses]:
         use.detach_in_child()
     for held in _held.values():
-        if held.descriptor is not None:
-            os.close(held.descriptor)
+        if held.file is not None:
+            held.file.leave()
     _held.clear()
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.engine.backends.module_view import reading_once
+from pulsetrain.engine.distributed.launcher import slurm_job
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.metrics import infer_mode, names_of
 from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
@@ -118,6 +119,8 @@ def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run:
         return
     facts = run_facts(engine) | ({"id": run} if run else {})
     start = {"at": _now(), "iteration": iteration, "pid": os.getpid(), "command": facts["command"], "git": facts["git"]}
+    if slurm_job():
+        start["slurm_job"] = slurm_job()
     if is_training_run(engine) and engine.rewinds:
         start["rewinds"] = engine.rewinds
         start["left_out"] = [list(each) for each in engine.data.left_out_since]

@@ -6,16 +6,18 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pulsetrain.cli.reports import FAILED
 from pulsetrain.engine.distributed.failures import Warden
+from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Launch", "launch", "started_with"]
 
 _RESTARTS = 3  # without a new checkpoint in between
 _NAMES = ("nproc", "min_nproc")
+_FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"  # the last two are Slurm's warnings, by --signal
 _OPTIONS = "PULSETRAIN_LAUNCH"  # the environment variable in which the processes find how they were started
 
 
@@ -63,13 +65,24 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
         how: how many.
         words: of the command line, without those about launching.
         progress: gives something that differs once the run has saved another checkpoint.
+
+    Raises:
+        ConfigurationError: this process is one of several already.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    already = started()
+    if already.world_size > 1:
+        raise ConfigurationError(
+            f"--launch.nproc={how.nproc}: {already.by} has started {already.world_size} processes already, and each of "
+            "them would start a run; leave it out, or start this command once"
+        )
     os.environ[_OPTIONS] = f"--launch.nproc={how.nproc} --launch.min_nproc={how.min_nproc}"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // how.nproc)))
+    # earlier versions of torch forward the first four alone
+    forwarded: Any = {"signals_to_handle": _FORWARDED} if hasattr(LaunchConfig, "signals_to_handle") else {}
     count, failed, before = how.nproc, 0, progress()
     while True:
         resumed = list(words)
@@ -79,7 +92,7 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
             resumed += ["--resume", "latest"]
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn",
+            rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn", **forwarded,
         )  # fmt: skip
         try:
             elastic_launch(config, sys.executable)("-m", "pulsetrain", "train", *resumed)

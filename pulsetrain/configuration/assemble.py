@@ -91,7 +91,7 @@ def assemble(
         owned.append(_claim(pattern, run_folder, numbered="{n}" in pattern and resume is None, wait=wait))
         return owned[0].folder
 
-    claimed = control.main_decides(claim_folder)
+    claimed = control.main_decides(claim_folder, patient=wait)
     claim: Claim | SharedClaim = owned[0] if owned else SharedClaim(claimed)
     try:
         if training.run_dir == str(run_folder):

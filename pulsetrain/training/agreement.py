@@ -148,7 +148,7 @@ class Agreement:
         if isinstance(error, PeerFailed):
             board.post(error, where)  # where it is the first to notice
             return error
-        if isinstance(error, KeyboardInterrupt) and state.stop_reason is not None:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)) and state.stop_reason is not None:
             return error  # raised after the run has ended, in every process
         cause: BaseException = error
         if isinstance(error, RuntimeError) and _is_of_a_collective(error):

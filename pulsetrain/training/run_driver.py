@@ -27,6 +27,7 @@ from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
 from pulsetrain.training.agreement import Agreement
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_length import RunLength
+from pulsetrain.training.shared_folders import check_shared_folders
 from pulsetrain.training.validation import Validator
 
 __all__ = ["RunDriver"]
@@ -69,6 +70,7 @@ class RunDriver:
         self._length, self._resumer, self._data, self._registry = length, resumer, resumer.data, registry
         self._reporter, self._validator, self._agreement = reporter, validator, agreement
         self._has_trained = False  # in a run before the present one
+        self._has_checked_folders = False
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
 
     def attach(self, engine: Engine) -> None:
@@ -95,13 +97,15 @@ class RunDriver:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
-        if wait and self._agreement.is_shared:
-            raise ConfigurationError(
-                "one process cannot wait for a folder while others wait for it", "Trainer.train", wait=wait
-            )
+        if not self._has_checked_folders:
+            self._has_checked_folders = True
+            with self._agreement.explained("looking for the run folder"):
+                check_shared_folders(self._agreement.control, self._registry.handlers)
         try:
             with self._agreement.watched():
                 take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
+                if wait:
+                    self._agreement.control.wait_for_main()
                 if resume is not None:
                     self._load(resume)
                 self._rewind = None

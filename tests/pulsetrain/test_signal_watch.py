@@ -119,6 +119,11 @@ class TestWorkers:
             assert again.inner == own.append
         assert data.worker_init_fn == own.append
 
+    def test_workers_outlive_what_slurm_sends_to_all_processes_of_a_step(self, monkeypatch):
+        monkeypatch.setenv("SLURM_JOB_ID", "4711")
+        with SignalWatch(), workers_outlive_signals(loader(num_workers=1)) as numbers:
+            assert set(numbers) == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+
     def test_the_users_own_function_is_called_in_each_worker(self, tmp_path):
         data = loader(num_workers=2, worker_init_fn=lambda worker: (tmp_path / str(worker)).touch())
         with SignalWatch() as watch:

@@ -91,7 +91,10 @@ def mapped(path: Path) -> Data:
     """
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except OSError:  # a file system whose files cannot be mapped
+                return file.read()
     except (FileNotFoundError, ValueError):  # ValueError: the file is empty
         return b""
     except OSError as error:

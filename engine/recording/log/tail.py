@@ -2,6 +2,8 @@
 
 Writing a line costs no system call, and the line is in the file even if the process is killed. The file is filled with
 newlines first: text tools see empty lines, and a full disk raises an error when the file grows, not SIGBUS on a write.
+
+A file that other hosts share is not mapped: a server that fails would raise SIGBUS, too. There each line is one write.
 """
 
 from __future__ import annotations
@@ -12,10 +14,43 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from pulsetrain.engine.file_system import file_system_of, report_once
+
 __all__ = ["CHUNK", "Tail", "unchecked"]
 
 CHUNK = 1 << 16  # bytes; the file's size is a multiple, so that a cut is noticed
 _BLANK = b"\n" * CHUNK
+_PLAIN = "the event log is written by plain writes, not by a mapped file; other hosts see an event some seconds later"
+
+
+class PlainFile:
+    """What `mmap` offers for a file, by reading and writing it.
+
+    Args:
+        descriptor: of the file.
+        size: of the file, in bytes.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self._size = descriptor, size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, end, _ = part.indices(self._size)
+        found = b""
+        while start < end and (piece := os.pread(self._descriptor, end - start, start)):
+            found, start = found + piece, start + len(piece)
+        return found
+
+    def __setitem__(self, part: slice, content: bytes) -> None:
+        start, end, _ = part.indices(self._size)
+        if end - start != len(content):
+            raise IndexError(f"{len(content)} bytes do not fit into {start} to {end}")
+        while content:
+            written = os.pwrite(self._descriptor, content, start)
+            start, content = start + written, content[written:]
+
+    def close(self) -> None:
+        """Nothing is mapped."""
 
 
 class Tail:
@@ -28,12 +63,16 @@ class Tail:
         OSError: the file cannot be created, or the disk is full.
     """
 
-    _map: mmap.mmap
+    _map: mmap.mmap | PlainFile
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.end = 0  # where the next line goes
         self._size = 0  # of the file that is mapped
+        self._system = file_system_of(path)
+        self._is_plain = self._system.is_shared
+        if self._is_plain:
+            report_once(self._system.type, _PLAIN)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             size = os.fstat(self._descriptor).st_size
@@ -113,8 +152,17 @@ class Tail:
                 raise OSError(28, "No space left on device")
         if self._size:
             self._map.close()
-        self._map = mmap.mmap(self._descriptor, size)
+        self._map = self._mapped(size)
         self._size = size
+
+    def _mapped(self, size: int) -> mmap.mmap | PlainFile:
+        if not self._is_plain:
+            try:
+                return mmap.mmap(self._descriptor, size)
+            except OSError as error:
+                self._is_plain = True
+                report_once(self._system.type, _PLAIN, str(error))
+        return PlainFile(self._descriptor, size)
 
 
 _checksum = zlib.adler32  # over the line without its checksum

@@ -90,7 +90,7 @@ class LogWriter:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _unwritable(folder, error) from error
-        if not lock(self._descriptor):
+        if lock(self._descriptor) is False:
             os.close(self._descriptor)
             raise RunFolderError(
                 f"event log {folder}: another recorder is writing it; detach that one first, or choose another folder"

@@ -29,8 +29,9 @@ Settings of the file can be overridden, by their dotted name, with a value in YA
 is killed, they start again from the newest checkpoint: as many as before or, if they fail
 again before the next one, fewer, but at least --launch.min_nproc (by default N).
 
-Ctrl-C, SIGTERM and SIGUSR1 stop the run at the next safe point with a checkpoint, and
-print the command that resumes it. A second Ctrl-C or SIGTERM stops it immediately.
+Ctrl-C, SIGTERM and SIGUSR1 (in a Slurm job SIGUSR2, too) stop the run at the next safe
+point with a checkpoint, and print the command that resumes it. A second Ctrl-C or SIGTERM
+stops it immediately.
 """
 EPILOG = """\
 examples:

@@ -36,6 +36,21 @@ def test_ranks_agree_in_a_group_beside_torchs(own_group: bool):
         assert ended.value == ([1.0, 1.0], ["rank 0", "rank 1"], 0, [0.0] * 3, True, own_group)
 
 
+def test_a_decision_of_the_main_process_may_take_longer_than_the_timeout_where_that_is_said():
+    def body(rank: int) -> Any:
+        control = join(timeout=1.0)
+
+        def refuse() -> None:
+            raise ConfigurationError("not like this")
+
+        found = control.main_decides(lambda: time.sleep(2.5) or rank, patient=True)
+        with pytest.raises(ConfigurationError, match="not like this"):
+            control.main_decides(refuse, patient=True)
+        return found
+
+    assert [(each.error, each.value) for each in in_processes(body)] == [("", 0)] * 2
+
+
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_never_comes_is_named(absent: int):
     def body(rank: int) -> None:

@@ -71,6 +71,18 @@ def test_a_step_that_hangs_is_reported_once_with_the_stacks(tmp_path):
     assert [log["stacks"] for log in logs] == [str(path)]
 
 
+def test_several_processes_that_hang_at_once_write_a_file_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    watchdog = Counted(tmp_path, SOON)
+    engine = hanging_at_2(watchdog)
+    watchdog.attach(engine)
+    engine.run([0] * 4)
+    watchdog.detach()
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith("-1-rank1.txt")
+
+
 def test_a_second_hang_is_reported_again(tmp_path):
     watchdog = Counted(tmp_path, SOON)
 

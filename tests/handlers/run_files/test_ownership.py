@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine import file_lock as lock_module
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import MetricsLogged
+from pulsetrain.engine.file_system import report_once
 from pulsetrain.engine.recording import EventLog, Replay, diff
 from pulsetrain.handlers import (
     Checkpointer,
@@ -32,7 +34,8 @@ from pulsetrain.handlers import (
     Plots,
     Profiler,
 )
-from pulsetrain.handlers.run_files import ownership
+from pulsetrain.handlers.run_files import owner_file
+from pulsetrain.handlers.run_files.owner_file import OWNER_FILE
 from tests.support.models import loader, trainer
 from tests.support.runs_folders import RECORDING, Make, child, files, in_a_run, make
 
@@ -146,17 +149,17 @@ def test_loaders_workers_neither_keep_nor_release_the_folder(tmp_path: Path):
 
 def test_a_run_may_wait_for_the_owners_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with running_elsewhere(tmp_path, Checkpointer, CSVLogger) as (_, end):
-        lock = ownership.lock
+        lock = owner_file.lock
 
         waited: list[bool] = []
 
-        def waiting(descriptor: int, *, wait: bool = False) -> bool:
-            if not waited:
+        def waiting(descriptor: int, *, wait: bool = False) -> bool | None:
+            if not waited and os.fstat(descriptor).st_nlink:  # not the file that only tries whether there are locks
                 waited.append(not lock(descriptor))
                 end()
             return lock(descriptor, wait=wait)
 
-        monkeypatch.setattr(ownership, "lock", waiting)
+        monkeypatch.setattr(owner_file, "lock", waiting)
         run = make(tmp_path, Checkpointer, CSVLogger, epochs=2)
         monkeypatch.setattr(
             run, "load_checkpoint", lambda path: monkeypatch.undo() or type(run).load_checkpoint(run, path)
@@ -257,17 +260,16 @@ def test_reading_a_run_takes_nothing(tmp_path: Path):
 
 def test_a_file_system_without_locks_is_reported_once_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def none_here(descriptor: int, operation: int) -> None:
-        raise OSError("no locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    lock_module._warn_that_nothing_is_locked.cache_clear()
+    report_once.cache_clear()
     monkeypatch.setattr(lock_module.fcntl, "flock", none_here)
     with capture_logs() as logs:
         run = make(tmp_path, *RECORDING.values())
         run.train()
     assert run.state.iteration == 10
-    assert [entry["event"] for entry in logs if "no locks" in entry["event"]] == [
-        "this file system has no locks: nothing prevents two runs from writing into one folder"
-    ]
+    assert len([each for each in logs if "no locks between hosts" in each["event"]]) == 1
+    assert OWNER_FILE not in files(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------ forks

@@ -18,6 +18,7 @@ from pulsetrain.cli import main, results
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.recording import EventLog
 from tests.support.programs_examples import EXAMPLES
+from tests.support.ranks import free_port
 
 RUN = [
     "--run=runs/a",
@@ -41,6 +42,28 @@ def test_wrong_numbers_of_processes_are_refused(
 ):
     assert main(["train", "config.yaml", *words]) == 2
     assert f"pulsetrain: error: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "by"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "Slurm"),
+    ],
+    ids=["torchrun", "srun"],
+)
+def test_processes_that_were_started_together_do_not_start_others(
+    environment: dict[str, str],
+    by: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "config.yaml", "--launch.nproc=2"]) == 2
+    assert f"--launch.nproc=2: {by} has started 2 processes already, and each of them would" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -131,12 +154,14 @@ def test_a_process_that_is_killed_is_started_again(folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("whom", ["the launcher", "one rank"])
-def test_a_signal_ends_all_with_a_checkpoint_and_its_status(whom: str, folder: Path):
+def test_a_signal_ends_all_with_a_checkpoint_and_its_status(whom: str, name: str, folder: Path):
+    number = signal.Signals[name]
     program = started(*RUN, "--launch.nproc=2", "--training.max_epochs=100000")
     wait_for_checkpoint(folder / "runs" / "a")
-    os.kill(program.pid if whom == "the launcher" else children_of(program.pid)[-1], signal.SIGTERM)
-    text = ended(program, 128 + signal.SIGTERM)
+    os.kill(program.pid if whom == "the launcher" else children_of(program.pid)[-1], number)
+    text = ended(program, 128 + number)
     (command,) = [line for line in text.splitlines() if line.startswith("resume: ")]
     assert "train config.yaml --run " in command
     assert command.endswith("--launch.nproc=2 --launch.min_nproc=2"), "it starts as many processes again"
@@ -146,6 +171,45 @@ def test_a_signal_ends_all_with_a_checkpoint_and_its_status(whom: str, folder: P
     latest = CheckpointManager(folder / "runs" / "a" / "checkpoints").get_latest()
     assert latest is not None
     assert load_checkpoint(latest)["counters"]["iteration"] == last.iteration
+
+
+def tasks(*words: str, port: int) -> list[subprocess.Popen[str]]:
+    """What srun starts: two tasks of a step, on a port that no other test uses."""
+    step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": str(port)}
+    step |= {"SLURM_STEP_NODELIST": "localhost"}
+    command = [sys.executable, "-m", "pulsetrain", "train", "config.yaml", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return [
+        subprocess.Popen(  # type: ignore[call-overload]
+            command,
+            text=True,
+            env={**ENVIRONMENT, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            start_new_session=True,
+            **pipes,
+        )
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_end_by_the_warning_and_the_requeued_ones_resume(folder: Path):
+    words = [*RUN, "--training.max_epochs=100000", "--resume=latest"]
+    first = tasks(*words, port=free_port())
+    wait_for_checkpoint(folder / "runs" / "a")
+    for each in first:
+        os.kill(each.pid, signal.SIGUSR1)
+    texts = [ended(each, 128 + signal.SIGUSR1) for each in first]
+    assert [text.count("resume: start the processes as before, each with") for text in texts] == [1, 0]
+    latest = CheckpointManager(folder / "runs" / "a" / "checkpoints").get_latest()
+    assert latest is not None
+    iteration = load_checkpoint(latest)["counters"]["iteration"]
+    epochs = iteration // 5 + 2
+    for each in tasks(*RUN, f"--training.max_epochs={epochs}", "--resume=latest", "--wait", port=free_port()):
+        ended(each)
+    log = EventLog("runs/a")
+    assert log.verify() == []
+    trained = [each.iteration for each in log.read(engine="trainer", event="iteration_completed")]
+    assert trained == list(range(1, 5 * epochs + 1))
 
 
 @pytest.mark.slow
