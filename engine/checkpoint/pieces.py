@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import IO, Any
 
 import torch
@@ -98,18 +99,21 @@ def whole(value: Any) -> Any:
 
 
 def converted(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """The value with each leaf of its dicts, lists and tuples converted.
+    """The value with each leaf of its dicts, lists and tuples converted; the same objects where nothing changes.
 
     >>> converted({"rates": [1, 2]}, lambda leaf: -leaf)
     {'rates': [-1, -2]}
     """
     if isinstance(value, Mapping):
         items = {key: converted(each, convert) for key, each in value.items()}
+        if all(items[key] is each for key, each in value.items()):
+            return value
         if type(value) is not OrderedDict:
             return items
         ordered = OrderedDict(items)
         vars(ordered).update(vars(value))  # a module's state_dict() keeps its versions in an attribute
         return ordered
     if type(value) in (list, tuple):
-        return type(value)(converted(each, convert) for each in value)
+        items = [converted(each, convert) for each in value]
+        return value if all(map(is_, items, value)) else type(value)(items)
     return convert(value)

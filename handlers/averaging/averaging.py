@@ -10,6 +10,7 @@ from torch import nn
 
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Events, Every, Phase
 from pulsetrain.engine.argument_checks import check_type
+from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import is_schedule_free
 from pulsetrain.engine.step.averaging import MultiAverage, WeightAverage
@@ -32,6 +33,8 @@ class Averaging(Handler):
     Raises:
         TypeError: the model is not an nn.Module, or the cadence not an Every.
     """
+
+    reads_pieces = True  # of a state whose tensors several processes have saved, it reads this process's
 
     def __init__(self, average: MultiAverage, model: nn.Module | None, every: Every, validate: bool) -> None:
         self._place = type(self).__name__
@@ -110,7 +113,7 @@ class Averaging(Handler):
             CheckpointError: it does not fit the model.
         """
         if self._weights is not None and state["average"] is not None:
-            self._weights.load_state_dict(state["average"])
+            self._weights.load_state_dict(_own_part(state["average"], self._weights.model))
         elif self._weights is not None:  # saved by a handler that had no model
             self._weights = WeightAverage(self._weights.model, self._function)
         else:
@@ -146,7 +149,7 @@ class Averaging(Handler):
             return
         weights = WeightAverage(model, self._function)
         if self._awaiting is not None:
-            weights.load_state_dict(self._awaiting)
+            weights.load_state_dict(_own_part(self._awaiting, model))
         else:
             self._averaged_at = None
         self._weights, self._awaiting = weights, None
@@ -187,3 +190,9 @@ class Averaging(Handler):
                 engine=engine.name,
                 every=repr(self._every),
             )
+
+
+def _own_part(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A saved average with what this process holds of each tensor."""
+    mine = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**state, "weights": {name: sharded_like(each, mine.get(name)) for name, each in state["weights"].items()}}

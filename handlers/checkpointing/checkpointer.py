@@ -242,8 +242,8 @@ class Checkpointer(Handler):
     def _cadence(self) -> EventsList:
         if isinstance(self.every, Every):
             return reading_events(self.every)
-        # below the promised 3.5%: the cost of a save is known only after it
-        self._interval = SaveInterval(lambda: self.writing, clock=self._clock, share=0.03)
+        # below the promised 3.5%: the cost of a save is known only after it, and deleting older ones is not in it
+        self._interval = SaveInterval(lambda: self.writing, clock=self._clock, share=0.02)
         return EventsList() | Events.ITERATION_COMPLETED(event_filter=self._interval.is_due)
 
     def _leave(self) -> None:

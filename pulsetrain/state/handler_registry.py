@@ -16,6 +16,7 @@ from ignite.metrics import Metric
 
 from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Every, Subscription
 from pulsetrain.engine.checkpoint import CheckpointManager, CheckpointUrl, Location
+from pulsetrain.engine.checkpoint.pieces import whole
 from pulsetrain.engine.events.bus import EventSignal
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, LRScheduler, ReduceLROnPlateau
@@ -212,7 +213,7 @@ def state_of(key: str, handler: Stateful) -> Any:
 def _load(key: str, handler: Stateful, state: object) -> None:
     """Restore a handler's state; an error gets a note with its name."""
     try:
-        handler.load_state_dict(state)
+        handler.load_state_dict(state if getattr(handler, "reads_pieces", False) else whole(state))
     except Exception as error:
         error.add_note(f"in {key}.load_state_dict()")
         raise

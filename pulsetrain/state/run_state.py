@@ -42,7 +42,7 @@ _FIRST_COUNTERS = (  # which every checkpoint of this format has
 # which the DataCursor says that the checkpoint's is used
 _LOG_POINTS = "log_every_n_steps"
 MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir", "seed")
-IN_PIECES = ("model", "optimizer", "stepper")  # parts that read what this process needs of a tensor by themselves
+IN_PIECES = ("model", "optimizer", "stepper", "handlers")  # parts that read what this process needs of a tensor
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
 _REQUIRED = (

@@ -21,8 +21,6 @@ from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import (
-    EMA,
-    SWA,
     Alert,
     BestModel,
     Checkpointer,
@@ -54,7 +52,7 @@ __all__ = [
 
 _OUTPUT = (Alert, Checkpointer, CrashBundle, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
 
-_READS_WEIGHTS = (BestModel, CrashBundle, EMA, GradientMonitor, SampleText, SWA)
+_READS_WEIGHTS = (BestModel, CrashBundle, GradientMonitor, SampleText)
 
 
 def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:

@@ -17,7 +17,7 @@ from pulsetrain.handlers import Checkpointer, EventRecorder
 from tests.support.models import pairs
 from tests.support.runs_of_ranks import make_with
 
-__all__ = ["KINDS", "apart", "double", "net", "saving", "sharded", "trained"]
+__all__ = ["KINDS", "apart", "double", "net", "saving", "sharded", "trained", "whole_of"]
 
 
 class Kind(NamedTuple):
@@ -52,11 +52,11 @@ def sharded(**topology: Any) -> TorchBackend:
 
 def trained(made: Trainer, resume: str | None = None) -> dict[str, Any]:
     history = made.train(resume=resume)
-    weights = {name: _whole(each).tolist() for name, each in made.model.state_dict().items()}
+    weights = {name: whole_of(each).tolist() for name, each in made.model.state_dict().items()}
     return {"weights": weights, "val": history.get("val/loss"), "sharded": is_sharded(made.model)}
 
 
-def _whole(tensor: Any) -> Tensor:
+def whole_of(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
 
@@ -71,12 +71,15 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     return float(max(found))
 
 
-def saving(run: Path, rank: int, kind: str, saver: dict[str, Any] | None = None, **config: Any) -> Trainer:
+def saving(
+    run: Path, rank: int, kind: str, saver: dict[str, Any] | None = None, *further: Any, **config: Any
+) -> Trainer:
     settings = {"max_epochs": 4, "optimizer": "adamw", "learning_rate": 0.01, "clip_grad_norm": 0.5, "accumulate": 2}
     topology = KINDS[kind].topology
     handlers = [
         Checkpointer(run, **{"every": Every(iterations=3), "keep_last": 20, "metric": "val/loss", **(saver or {})}),
         EventRecorder(run),
+        *further,
     ]
     return make_with(
         net(rank), DataLoader(double(17), 4, shuffle=True), DataLoader(double(9), 2), *handlers,

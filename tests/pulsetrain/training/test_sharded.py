@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from pulsetrain.engine import Accumulate, ConfigurationError, Every, TorchBackend
 from pulsetrain.engine.distributed.saved_shards import in_pieces
 from pulsetrain.engine.distributed.topology import Topology
-from pulsetrain.handlers import EMA, SWA, BestModel, Checkpointer, CrashBundle, Fingerprints, NaNGuard
+from pulsetrain.handlers import BestModel, Checkpointer, CrashBundle, Fingerprints, NaNGuard
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import make_with
@@ -120,10 +120,10 @@ def test_fingerprints_and_a_model_state_are_of_a_ranks_shard():
 @pytest.mark.parametrize(
     "handler",
     [
-        lambda folder: EMA(), lambda folder: SWA(after_epoch=1), lambda folder: BestModel("val/loss"), CrashBundle,
+        lambda folder: BestModel("val/loss"), CrashBundle,
         lambda folder: Checkpointer(folder, every="auto"), lambda folder: Checkpointer(folder, Every(seconds=5)),
     ],
-    ids=["EMA", "SWA", "BestModel", "CrashBundle", "auto", "seconds"],
+    ids=["BestModel", "CrashBundle", "auto", "seconds"],
 )  # fmt: skip
 def test_handlers_that_do_not_know_shards_are_refused_before_training(handler: Any, tmp_path: Path):
     def run(rank: int) -> None:

@@ -15,14 +15,14 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from pulsetrain import SignalWatch
-from pulsetrain.engine import ConfigurationError, Events
+from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
-from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers import EMA, SWA, Checkpointer
 from tests.support.ranks import in_processes
-from tests.support.runs_of_shards import KINDS, apart, saving, trained
+from tests.support.runs_of_shards import KINDS, apart, saving, trained, whole_of
 
 
 @pytest.mark.parametrize(
@@ -268,3 +268,35 @@ def test_a_cadence_or_form_that_processes_cannot_share_is_refused(options: dict[
     for each in in_processes(run):
         assert each.error == ""
         assert said in each.value
+
+
+@pytest.mark.parametrize(
+    "average", [lambda: EMA(0.9), lambda: SWA(after_update=2, every=Every(updates=1))], ids=["EMA", "SWA"]
+)
+@pytest.mark.parametrize(("first", "then"), [("fsdp", "fsdp"), ("fsdp", "one"), ("one", "fsdp")])
+def test_an_average_of_shards_is_validated_saved_and_resumed(average: Any, first: str, then: str, tmp_path: Path):
+    def cut(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, first, None, average())
+        made.on(Events.ITERATION_COMPLETED(once=11))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        made.train()
+
+    def resumed(rank: int) -> Any:
+        averaging = average()
+        made = saving(tmp_path / "run", rank, then, None, averaging)
+        found = trained(made, resume="latest")
+        with averaging.applied():
+            weights = {name: whole_of(each).tolist() for name, each in made.model.state_dict().items()}
+        return found, {"weights": weights, "val": found["val"][-1:]}
+
+    averaging = average()
+    one = saving(tmp_path / "one", 0, "one", None, averaging)
+    whole = trained(one)
+    with averaging.applied():
+        expected = {name: each.tolist() for name, each in one.model.state_dict().items()}
+    in_processes(cut, KINDS[first].processes)
+    for each in in_processes(resumed, KINDS[then].processes):
+        assert each.error == ""
+        found, averaged = each.value
+        assert apart({**found, "val": found["val"][-1:]}, {**whole, "val": whole["val"][-1:]}) < 1e-12
+        assert apart(averaged, {"weights": expected, "val": whole["val"][-1:]}) < 1e-12
+        assert averaged["weights"] != found["weights"]
