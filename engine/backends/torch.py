@@ -118,7 +118,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             refused["precision"] = "fp16"  # each process would see the overflows of its own shard
         if self.compile:
             refused["compile"] = True
-        if isinstance(strategy, (AlternatingStrategy, BindsModel)):
+        binds = isinstance(strategy, BindsModel) and not getattr(strategy, "takes_shards", False)
+        if binds or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
         if type(optimizer) not in _ELEMENTWISE:
             refused["optimizer"] = type(optimizer)

@@ -114,6 +114,6 @@ def converted(value: Any, convert: Callable[[Any], Any]) -> Any:
         vars(ordered).update(vars(value))  # a module's state_dict() keeps its versions in an attribute
         return ordered
     if type(value) in (list, tuple):
-        items = [converted(each, convert) for each in value]
-        return value if all(map(is_, items, value)) else type(value)(items)
+        parts = [converted(each, convert) for each in value]
+        return value if all(map(is_, parts, value)) else type(value)(parts)
     return convert(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["is_shard", "local", "point_at", "resharded", "shard_module"]
+__all__ = ["holders_of", "is_shard", "local", "norms_of_wholes", "point_at", "resharded", "shard_module"]
 
 
 def shard_module(module: nn.Module, topology: Topology, device: torch.device) -> None:
@@ -92,6 +94,37 @@ def local(tensor: Tensor) -> Tensor:
     tensor([1., 1.])
     """
     return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def holders_of(tensor: Tensor) -> ProcessGroup | None:
+    """The processes that hold the parts of a tensor; None if this one has all of it.
+
+    >>> holders_of(torch.ones(2)) is None
+    True
+    """
+    if not is_shard(tensor):
+        return None
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    (dimension,) = (at for at, each in enumerate(placements) if not each.is_replicate())
+    group: ProcessGroup = tensor.device_mesh.get_group(dimension)  # type: ignore[attr-defined]
+    return group
+
+
+def norms_of_wholes(norms: Tensor, order: float, group: ProcessGroup) -> Tensor:
+    """The norms of whole tensors from those of each process's parts, which all call this.
+
+    Args:
+        norms: shape (tensors,).
+        order: 1, 2, ... or inf.
+        group: of the processes.
+    """
+    if math.isinf(order):
+        found = norms.double()
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group)
+        return found
+    found = norms.double() ** order
+    torch.distributed.all_reduce(found, group=group)
+    return found ** (1 / order)
 
 
 def _ties_blocks(module: nn.Module) -> bool:

@@ -198,7 +198,11 @@ Strategy = TrainingStrategy | AlternatingStrategy
 
 @runtime_checkable
 class BindsModel(Protocol):
-    """A strategy that is shown the model."""
+    """A strategy that is shown the model.
+
+    It is refused for a model of which each process holds a part, unless it has an attribute `takes_shards` that is
+    true: then it calls the model as a whole, in all processes alike.
+    """
 
     def bind(self, model: nn.Module, backend: object) -> None:
         """Called once before training, with the model as a torch module."""

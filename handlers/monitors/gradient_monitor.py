@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_type, check_whole_number
 from pulsetrain.engine.backends.module_view import reading_once
+from pulsetrain.engine.distributed.shards import holders_of, local, norms_of_wholes
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -90,6 +91,7 @@ class GradientMonitor(Handler):
         self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and copies before the update
         self._norms: dict[str, float] = {}  # published with the ratios, after the update
         self._counts: dict[str, int] = {}  # updates of each of several optimizers
+        self._shares: torch.distributed.ProcessGroup | None = None  # those that share the model out, if several do
 
     def attach(self, engine: Engine) -> Self:
         """Measure this engine's gradients, in phase OBSERVE of GRADIENTS_READY.
@@ -138,7 +140,8 @@ class GradientMonitor(Handler):
         groups = self._groups(model, owned) if model is not None else {}
         if not groups:
             return
-        gradients = {name: [_values(parameter.grad) for parameter in each] for name, each in groups.items()}
+        gradients = {name: [local(_values(parameter.grad)) for parameter in each] for name, each in groups.items()}
+        self._shares = holders_of(next(iter(groups.values()))[0])
         found: dict[str, list[Tensor]] = {name: [norm] for name, norm in self._norms_of(gradients).items()}
         if self.histograms:
             for name, parts in gradients.items():
@@ -152,7 +155,8 @@ class GradientMonitor(Handler):
             publish_media(engine, f"grad/{name}", "histogram", _counted(counts, least, greatest))
         if self.updates:
             self._norms = norms
-            self._before = {name: [(each, each.detach().clone()) for each in groups[name]] for name in norms}
+            held = {name: [local(each.detach()) for each in groups[name]] for name in norms}
+            self._before = {name: [(each, each.clone()) for each in parts] for name, parts in held.items()}
         else:
             publish(engine, {f"grad_norm/{name}": value for name, value in norms.items()})
 
@@ -165,7 +169,7 @@ class GradientMonitor(Handler):
         was = self._norms_of({name: [old for _, old in each] for name, each in before.items()})
         for each in before.values():
             for parameter, old in each:
-                torch.sub(parameter.detach(), old, out=old)
+                torch.sub(parameter, old, out=old)
         added = self._norms_of({name: [old for _, old in each] for name, each in before.items()})
         host = _to_host({name: [added[name], was[name]] for name in before})
         metrics = {f"grad_norm/{name}": value for name, value in norms.items()}
@@ -190,9 +194,12 @@ class GradientMonitor(Handler):
     def _norms_of(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """The norm over each group's tensors, shape (), on their device; half precision is computed in float32."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor in chain.from_iterable(tensors.values()):
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         norm_of: dict[int, Tensor] = {}  # by the tensor's id
+        for tensor in chain.from_iterable(tensors.values()):
+            if not tensor.numel():  # of a shard
+                norm_of[id(tensor)] = tensor.new_zeros(())
+                continue
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         for (_, kind), alike in kinds.items():
             dtype = torch.float32 if kind.itemsize < 4 else None
             # one kernel for all tensors, where a norm for each would be one launch per parameter;
@@ -205,7 +212,10 @@ class GradientMonitor(Handler):
             if len(own) > 1:
                 own = [torch.linalg.vector_norm(torch.stack([part.to(own[0]) for part in own]), self.norm_type)]
             joined[name] = own[0]
-        return joined
+        if self._shares is None:
+            return joined
+        whole = norms_of_wholes(torch.stack(list(joined.values())), self.norm_type, self._shares)
+        return dict(zip(joined, whole, strict=True))
 
 
 def _values(gradient: Tensor | None) -> Tensor:

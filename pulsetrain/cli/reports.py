@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, cast
 
+from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import PulsetrainError
 
 __all__ = ["output_may_fail", "program", "report", "report_damage", "until_closed"]
@@ -24,10 +25,19 @@ def report(error: BaseException, status: int = USAGE) -> int:
     """
     text = str(error) or type(error).__name__
     expected = isinstance(error, PulsetrainError)
-    print(f"pulsetrain: error: {text if expected else f'{type(error).__name__}: {text}'}", file=sys.stderr)
+    print(f"pulsetrain: {_who()}error: {text if expected else f'{type(error).__name__}: {text}'}", file=sys.stderr)
     for note in () if expected else getattr(error, "__notes__", ()):
         print(f"  {note}", file=sys.stderr)
     return status
+
+
+def _who() -> str:
+    """Which of several processes this is."""
+    try:
+        rank, world_size, *_ = started()
+    except PulsetrainError:
+        return ""
+    return f"rank {rank}: " if world_size > 1 else ""
 
 
 def report_damage(damage: Collection[object]) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 from tqdm import tqdm
@@ -85,11 +86,15 @@ def resume_command(assembly: Assembly, config: Path, settings: Mapping[str, str]
 
 @contextmanager
 def logs_on_stderr() -> Iterator[None]:
-    """Write log lines to standard error, without breaking a progress bar."""
+    """Write log lines to standard error, without breaking a progress bar.
+
+    Of several processes, each names its rank, and the main one alone writes what is mere information.
+    """
     before = structlog.get_config()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            *([] if ranks().world_size == 1 else [_of_rank]),
             structlog.dev.ConsoleRenderer(colors=False, pad_level=False, pad_event_to=0),
         ],
         logger_factory=lambda *names: _StandardError(),
@@ -101,11 +106,18 @@ def logs_on_stderr() -> Iterator[None]:
         structlog.configure(**before)
 
 
+def _of_rank(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    found = ranks()
+    if not found.is_main and method in ("debug", "info"):
+        raise structlog.DropEvent
+    return {**event, "rank": found.rank}
+
+
 class _StandardError:
     """Writes lines; a progress bar is drawn again below them."""
 
     def msg(self, line: str) -> None:
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(f"{line}\n", file=sys.stderr, end="")  # at once: other processes write there, too
 
     debug = info = warning = warn = error = critical = exception = failure = msg
 

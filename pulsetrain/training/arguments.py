@@ -52,7 +52,7 @@ __all__ = [
 
 _OUTPUT = (Alert, Checkpointer, CrashBundle, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
 
-_READS_WEIGHTS = (BestModel, CrashBundle, GradientMonitor, SampleText)
+_READS_WEIGHTS = (BestModel, CrashBundle, SampleText)
 
 
 def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
@@ -102,13 +102,15 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
                 "Trainer",
                 handlers=[type(handler)],
             )
-        if is_sharded(model) and isinstance(handler, _READS_WEIGHTS):
-            raise ConfigurationError(
-                f"{type(handler).__name__} does not know models that are sharded: it would need the weights of all "
-                "processes; leave it out, or give each process the whole model",
-                "Trainer",
-                handlers=[type(handler)],
-            )
+    unfit = [each for each in handlers if _reads_wholes(each)] if is_sharded(model) else []
+    if unfit:
+        names = ", ".join(type(each).__name__ for each in unfit)
+        raise ConfigurationError(
+            f"{names}: not for models that are sharded, whose weights no process has as a whole; leave them out, or "
+            "give each process the whole model",
+            "Trainer",
+            handlers=[type(each) for each in unfit],
+        )
     own = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     own = [name for name in own if not isinstance(model.get_submodule(name), nn.SyncBatchNorm)]
     if own and ranks().is_main:
@@ -118,6 +120,11 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
             first=own[0],
             modules=len(own),
         )
+
+
+def _reads_wholes(handler: object) -> bool:
+    """Whether a handler needs whole tensors."""
+    return isinstance(handler, _READS_WEIGHTS) or (isinstance(handler, GradientMonitor) and handler.histograms)
 
 
 def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingStrategy) -> None:

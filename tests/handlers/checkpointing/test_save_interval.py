@@ -162,8 +162,8 @@ def test_the_checkpointer_saves_where_its_interval_says(background: bool, tmp_pa
     def tick() -> None:
         clock.now += 0.25
 
-    engine.run(range(220))
-    assert saved(handler) == [51, 51 + 67, 51 + 134]  # 0.5 s / (3% of 0.25 s) = 66.7
+    engine.run(range(270))
+    assert saved(handler) == [51, 51 + 100, 51 + 200]  # 0.5 s / (2% of 0.25 s) = 100
 
 
 def test_where_auto_fails_it_waits_and_continues(tmp_path: Path, clock: ManualClock):

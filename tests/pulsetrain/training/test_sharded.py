@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from pulsetrain.engine import Accumulate, ConfigurationError, Every, TorchBackend
+from pulsetrain.engine import Accumulate, ConfigurationError, Events, Every, TorchBackend
 from pulsetrain.engine.distributed.saved_shards import in_pieces
 from pulsetrain.engine.distributed.topology import Topology
-from pulsetrain.handlers import BestModel, Checkpointer, CrashBundle, Fingerprints, NaNGuard
+from pulsetrain.handlers import BestModel, Checkpointer, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import make_with
@@ -120,10 +120,10 @@ def test_fingerprints_and_a_model_state_are_of_a_ranks_shard():
 @pytest.mark.parametrize(
     "handler",
     [
-        lambda folder: BestModel("val/loss"), CrashBundle,
+        lambda folder: BestModel("val/loss"), CrashBundle, lambda folder: GradientMonitor(histograms=True),
         lambda folder: Checkpointer(folder, every="auto"), lambda folder: Checkpointer(folder, Every(seconds=5)),
     ],
-    ids=["BestModel", "CrashBundle", "auto", "seconds"],
+    ids=["BestModel", "CrashBundle", "histograms", "auto", "seconds"],
 )  # fmt: skip
 def test_handlers_that_do_not_know_shards_are_refused_before_training(handler: Any, tmp_path: Path):
     def run(rank: int) -> None:
@@ -231,3 +231,28 @@ def test_what_is_not_known_to_work_on_shards_is_refused(options: dict[str, Any],
     for each in in_processes(run):
         assert each.error == ""
         assert said in each.value
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, float("inf")])
+def test_the_norms_of_a_sharded_models_gradients_are_those_of_one_process(norm_type: float):
+    def run(rank: int, backend: Any) -> Any:
+        monitor = GradientMonitor(Every(updates=2), norm_type=norm_type, updates=True)
+        made = make_with(net(), DataLoader(double(17), 4), None, monitor, backend=backend)
+        found: dict[str, list[float]] = {}
+
+        @made.on(Events.METRICS_LOGGED)
+        def note(engine: Any, event: Any) -> None:
+            for name, value in event.payload.metrics.items():
+                if name.startswith(("grad_norm/", "update_ratio/")):
+                    found.setdefault(name, []).append(value)
+
+        made.train()
+        return found
+
+    one = run(0, None)
+    assert len(one) == 8
+    first, second = in_processes(lambda rank: run(rank, sharded()))
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    for name, values in one.items():
+        assert first.value[name] == pytest.approx(values, rel=1e-12), name
