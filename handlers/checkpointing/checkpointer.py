@@ -334,11 +334,11 @@ class Checkpointer(Handler):
             self.saved_at, self._saved_on = last
             self._ranking.undo(mark)
 
-        # ranked before the state is read, so that a run that resumes from this checkpoint knows its rank
-        target = self._writer.target(self.name, state.iteration)
-        improved = self.metric is not None and self._ranking.rank(state, target.name)
-        self.saved_at, self._saved_on = state.iteration, event.type
         try:
+            target = self._writer.target(self.name, state.iteration)
+            # ranked before the state is read, so that a run that resumes from this checkpoint knows its rank
+            improved = self.metric is not None and self._ranking.rank(state, target.name)
+            self.saved_at, self._saved_on = state.iteration, event.type
             if background is not None:
                 write = self._write_of(engine, target, self.name, improved, background=True)
                 main = self._writer.is_main

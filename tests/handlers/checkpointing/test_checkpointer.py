@@ -326,6 +326,25 @@ def test_a_full_disk_loses_only_that_checkpoint(tmp_path: Path, monkeypatch: pyt
     assert line["iteration"] == 2
 
 
+def test_a_folder_that_cannot_be_listed_loses_only_that_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path, Every(iterations=2), keep_last=9, at_end=False).attach(engine)
+    target = handler.manager.target
+
+    def gone(name: str, step: int) -> Any:
+        if step == 4:
+            raise OSError(5, "Input/output error")
+        return target(name, step)
+
+    monkeypatch.setattr(handler.manager, "target", gone)
+    failures: list[str | None] = []
+    engine.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: failures.append(handler.failure))
+    engine.run(range(6))
+    assert saved(handler) == [2, 6]
+    assert failures == ["[Errno 5] Input/output error"]
+    assert handler.failure is None
+
+
 def test_progress_survives_a_round_trip(tmp_path: Path):
     engine = Trainer([3.0, 1.0])
     handler = Checkpointer(tmp_path, metric="val/loss").attach(engine)
