@@ -66,11 +66,12 @@ class Pulse:
 
     def is_due(self, iteration: int) -> bool:
         """Whether all ranks have a pulse after this iteration."""
-        return self.is_further(iteration) or iteration % self._every == 0
+        return iteration == self.next or iteration % self._every == 0
 
-    def is_further(self, iteration: int) -> bool:
-        """Whether it is the further one, and not at a log point, too."""
-        return iteration == self.next and iteration % self._every != 0
+    @property
+    def further(self) -> int | None:
+        """The further iteration; None if there is none, or it is a log point, too."""
+        return self.next if self.next > 0 and self.next % self._every else None
 
     def beat(
         self, iteration: int, *, fixed: bool, values: Sequence[float] = ()

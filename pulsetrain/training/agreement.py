@@ -20,6 +20,7 @@ from pulsetrain.engine.distributed.joining import check_alike
 from pulsetrain.engine.distributed.pulse import Pulse, StopRequest
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.errors import PeerFailed
+from pulsetrain.engine.events.filters import NEVER, EventFilter
 from pulsetrain.engine.events.payloads import Preempted
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.training.drift import DriftCheck
@@ -56,8 +57,10 @@ class Agreement:
             return
         self.drift.attach(engine, stepper)
         engine.add_event_handler(Events.STARTED, self._begin, phase=Phase.COMPUTE)
-        further = Events.ITERATION_COMPLETED(event_filter=lambda _, iteration: self.pulse.is_further(iteration))
-        engine.bus.subscribe(further, self._beat_further, sender=engine, phase=Phase.PERSIST, order=LAST)
+        further = Events.ITERATION_COMPLETED(once=NEVER)
+        self._further = engine.bus.subscribe(
+            further, self._beat_further, sender=engine, phase=Phase.PERSIST, order=LAST
+        )
         for event in (Events.VALIDATION_COMPLETED, Events.EPOCH_COMPLETED):
             engine.bus.subscribe(event, self._beat, sender=engine, phase=Phase.PERSIST, order=LAST)
 
@@ -158,6 +161,7 @@ class Agreement:
 
     def _begin(self) -> None:
         self.pulse.begin(self._engine.state.iteration)
+        self._place_further()
 
     def _beat_further(self) -> None:
         self._meet(fixed=False)
@@ -165,10 +169,18 @@ class Agreement:
     def _beat(self) -> None:
         self._meet()
 
+    def _place_further(self) -> None:
+        """Subscribe to the further iteration alone: in those between, the engine does not look here."""
+        at = self.pulse.further
+        if self._further.filter != (due := EventFilter(once=(NEVER if at is None else at,))):
+            self._further.filter = due
+            self._further.signal.rebuild()
+
     def _meet(self, values: Sequence[float] = (), *, fixed: bool = True) -> list[float]:
         """A pulse: agree on whether the run ends, compare what is replicated, and add these values up."""
         own = self.drift.numbers()
         stop, sums = self.pulse.beat(self._engine.state.iteration, fixed=fixed, values=[*own, *values])
+        self._place_further()
         self.drift.judge(sums[: len(own)])
         self._obey(stop)
         return sums[len(own) :]
