@@ -143,7 +143,13 @@ class Trainer(Engine):
         self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
-        self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
+        self.data = DataCursor(
+            config.chosen_seed,
+            config.skip_batches,
+            chosen=config.seed is not None,
+            control=self.agreement.control,
+            same_number="" if self.wraps_model else "the body of a Loop would count one that is repeated",
+        )
         if isinstance(model, nn.Module):
             self.agreement.check_alike(config, model, train_loader, self.backend.device)
         with self.agreement.explained("giving the model to all processes"):
@@ -216,7 +222,7 @@ class Trainer(Engine):
         self.registry.leave_out([self.driver])
         self.resumer.attach(self)
         self.driver.attach(self)
-        self.agreement.attach(self, self.stepper)
+        self.agreement.attach(self, self.stepper, self.data)
         for handler in self.handlers:
             if ranks().is_main or not writes_for_all(handler, self.model):
                 handler.attach(self)

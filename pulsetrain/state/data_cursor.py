@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import KeyedLoader
-from pulsetrain.engine.data.loaders import can_be_keyed, key_order, length_of, order_seed
+from pulsetrain.engine.data.loaders import can_be_keyed, can_be_read_once, key_order, length_of, order_seed
 from pulsetrain.engine.data.workers import workers_begin
+from pulsetrain.engine.distributed.agreed_pass import AgreedPass
+from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same, ranks
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
@@ -46,6 +48,8 @@ class DataCursor:
     to the position; what it draws while it is read comes from a stream of its own, so that the batches are the same
     whatever the model has drawn meanwhile.
 
+    Of several processes, each may get another number of batches from a loader without a length: see `AgreedPass`.
+
     >>> cursor = DataCursor(seed=0)
     >>> list(cursor.begin([10, 20, 30], iteration=0))
     [10, 20, 30]
@@ -59,6 +63,8 @@ class DataCursor:
         seed: the run's.
         left_out: first and last of the batches to leave out, numbered as if no batch was left out.
         chosen: whether the user chose the seed, see `order_seed`.
+        control: joins several processes; all of them begin and resume their passes at the same time.
+        same_number: see `AgreedPass`.
     """
 
     passes: int
@@ -80,8 +86,19 @@ class DataCursor:
     rewinds: int
     """How often the run has returned to an earlier checkpoint."""
 
-    def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = (), *, chosen: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        left_out: Sequence[tuple[int, int]] = (),
+        *,
+        chosen: bool = True,
+        control: ControlGroup | None = None,
+        same_number: str = "",
+    ) -> None:
         self.seed, self._chosen = seed, chosen
+        self._control, self._same_number = control, same_number
+        self.agreed: AgreedPass | None = None  # the current pass, where the ranks have to agree on its end
+        self._agreed_over: object = None  # its loader
         self._configured = seed if chosen else None
         self.left_out = tuple(left_out)
         self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
@@ -130,10 +147,14 @@ class DataCursor:
         if self._pass_over:
             at_position()
             return iter(())
-        if self._keyed_loader(data) is not None:
+        keyed, agreed = self._keyed_loader(data), self._agree(data)
+        if keyed is not None and agreed is None:
             return self._without_left_out(self._iterate(data, at_position), iteration)
         count, saved = iteration - self.pass_start, self._saved_loader
-        if saved is not None and keeps_state(data):
+        if keyed is not None:  # a rank whose batches have ended repeats its last one, which is before the position
+            self._loader, batches = data, keyed.begin(self.passes)
+            count = self._offset // keyed.order.step
+        elif saved is not None and keeps_state(data):
             batches = self._iterate_stateful(data, saved)
             count -= saved.given
         else:
@@ -144,7 +165,10 @@ class DataCursor:
                 loader=type(data).__name__,
                 batches=count,
             )
-        if sum(1 for _ in islice(batches, count)) < count:
+        if agreed is not None:
+            agreed.skip(batches, count)
+            batches = agreed.over(batches)
+        elif sum(1 for _ in islice(batches, count)) < count:
             raise CheckpointError(
                 f"resuming after {count} batches of a pass, but {type(data).__name__} gave fewer; "
                 "resume with the data that the run began with"
@@ -198,7 +222,19 @@ class DataCursor:
         self._parts.begin(loader)
         if self.refuses_unsavable:
             plain({"data": {"parts": self._parts.state_dict(loader, ahead=False)}})
-        return self._iterate(loader)
+        unread = self.agreed.unread() if self.agreed is not None and self._agreed_over is loader else ()
+        batches, agreed = self._iterate(loader), self._agree(loader)
+        if agreed is None:
+            return batches
+        # an iterator does not give again what an earlier pass has read ahead
+        return agreed.over(chain(unread, batches) if can_be_read_once(loader) else batches)
+
+    def _agree(self, loader: object) -> AgreedPass | None:
+        """What the ranks know of a pass that begins or continues, if they may get other numbers of batches."""
+        self.agreed, self._agreed_over = None, loader
+        if self._control is not None and self._control.is_shared and length_of(loader) is None:
+            self.agreed = AgreedPass(self._control, self._same_number)
+        return self.agreed
 
     def _iterate(self, loader: Iterable[object], at_position: Callable[[], None] | None = None) -> Iterator[object]:
         self._loader = loader
@@ -330,13 +366,15 @@ class DataCursor:
         return {**state, "parts": parts} if parts else state
 
     def _draws_ahead(self) -> bool:
-        """Whether the loader's workers may have been given batches of the pass that were not trained yet."""
+        """Whether batches of the pass may have been drawn, or given to workers, that were not trained yet."""
         length = length_of(self._loader)
         ended = length is not None and self.trained - self.pass_start >= length
-        return getattr(self._loader, "num_workers", 0) > 0 and not ended
+        return (getattr(self._loader, "num_workers", 0) > 0 or self.agreed is not None) and not ended
 
     def _loader_state(self, ahead: int) -> LoaderState:
         """A state of the loader after the batches that were trained on, or from further back."""
+        if self.agreed is not None:  # this rank may have read ahead, or have ended before the others
+            return self._anchor
         if not ahead:
             return LoaderState(self._loader.state_dict(), self._given)
         before = getattr(self._loader, "state_before", None)  # of one whose batches cannot be made a second time

@@ -22,7 +22,7 @@ from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.errors import PeerFailed
 from pulsetrain.engine.events.filters import NEVER, EventFilter
 from pulsetrain.engine.events.payloads import Preempted
-from pulsetrain.engine.logs import get_logger
+from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.training.drift import DriftCheck
 from pulsetrain.training.stepper import Stepper
 
@@ -51,11 +51,11 @@ class Agreement:
         """Whether there are several processes."""
         return self.control.is_shared
 
-    def attach(self, engine: Engine, stepper: Stepper) -> None:
+    def attach(self, engine: Engine, stepper: Stepper, data: DataCursor) -> None:
         self._engine = engine
         if not self.is_shared:
             return
-        self.drift.attach(engine, stepper)
+        self.drift.attach(engine, stepper, data)
         engine.add_event_handler(Events.STARTED, self._begin, phase=Phase.COMPUTE)
         further = Events.ITERATION_COMPLETED(once=NEVER)
         self._further = engine.bus.subscribe(
@@ -127,12 +127,6 @@ class Agreement:
                 **versions,
             },
         )
-        if length_of(loader) is None and self.control.ranks.is_main:
-            get_logger("pulsetrain").warning(
-                "the loader has no length: each process has to get the same number of batches, or the run ends with an "
-                "error",
-                loader=type(loader).__name__,
-            )
 
     def ask(self, reason: str, *, observed: bool, signal: str = "", skip_completed: bool = False) -> None:
         """Ask for the run's end, which all ranks reach together; see `Pulse`."""

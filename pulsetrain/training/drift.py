@@ -11,9 +11,11 @@ from pulsetrain.engine.backends.module_view import version_of
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.replicas import Difference, differ, difference, digest
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import RanksDiverged
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents, digest_of, fingerprint_of
+from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.training.stepper import Stepper
 
 __all__ = ["DriftCheck"]
@@ -38,9 +40,9 @@ class DriftCheck:
         self._reported: set[str] = set()
         self._buffers: dict[str, tuple[object, int]] = {}  # which tensor, how often written, and its digest
 
-    def attach(self, engine: Engine, stepper: Stepper) -> None:
+    def attach(self, engine: Engine, stepper: Stepper, data: DataCursor) -> None:
         """Compare the engine's runs; before the pulses at the same events."""
-        self._engine, self._stepper = engine, stepper
+        self._engine, self._stepper, self._data = engine, stepper, data
         engine.register_events(*FingerprintEvents)
         engine.add_event_handler(Events.STARTED, self._on_started, phase=Phase.OBSERVE)
         engine.add_event_handler(FingerprintEvents.STATE_FINGERPRINTED, self._on_fingerprint)
@@ -52,13 +54,24 @@ class DriftCheck:
         return digest(self._sent)
 
     def judge(self, sums: Sequence[float]) -> None:
-        """Fire RANKS_DIVERGED, in every process, if these sums say that the ranks differ."""
+        """Fire RANKS_DIVERGED, in every process, if these sums say that the ranks differ.
+
+        Raises:
+            ConfigurationError: they are in different passes over their data, which no later iteration could put right.
+        """
         facts, self._state = self._sent, {}
         if not differ(sums, self._control.ranks.world_size):
             return
         found = difference(self._control, facts)
         if found is None:  # of two digests that are made from the same values
             return
+        if found.field == _PASS:
+            raise ConfigurationError(
+                "the loader of a rank gave more or fewer batches than its len(), so that the ranks are in different "
+                "passes, as (number, iteration before it): "
+                f"{'; '.join(f'rank {rank} {each}' for rank, each in enumerate(found.values))}; let len() be the "
+                "number of batches that a pass gives, or leave it out"
+            )
         iteration = self._digested_at if found.field in _STATE else self._engine.state.iteration
         if found.field in _PARTS:
             found = difference(self._control, dict(self._parts(found.field))) or found
@@ -84,6 +97,7 @@ class DriftCheck:
         stepper, state = self._stepper, self._engine.state
         norms = {"": stepper.grad_norm, **stepper.grad_norms}
         return {
+            _PASS: (self._data.passes, self._data.pass_start),
             "epoch": state.epoch,
             "update": state.update,
             "samples": state.samples,
@@ -135,6 +149,7 @@ class DriftCheck:
         )
 
 
+_PASS = "pass over the data"
 _PARTS = ("weights", "optimizer")
 _STATE = (*_PARTS, "buffers")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pulsetrain.engine.data import rng
+from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.state.data_cursor import DataCursor
@@ -56,22 +57,29 @@ class RankShare:
     """Weighs the batches of a rank, and keys its random numbers.
 
     The losses that a batch is a mean over are counted by arithmetic where the data's order is known and every sample
-    counts alike. Otherwise the ranks add their numbers up, once a batch, while they compute it.
+    counts alike. Otherwise the ranks add their numbers up, once a batch, while they compute it; for a loader without a
+    length, also which of them have a further batch.
 
     Args:
         control: joins the ranks.
         data: says which samples are whose.
     """
 
+    expected: float
+    """The size of the last global batch that was added up, by which the next one is weighed; 0 if there is none."""
+
     def __init__(self, control: ControlGroup, data: DataCursor) -> None:
         self._control, self._data = control, data
+        self.expected = 0.0
         self._adds_up: bool | None = None  # whether the ranks add their numbers up; agreed at the first batch
-        self._expected = 0.0  # size of the last global batch; 0 if none is known
 
     def of(self, batch: TrainingBatch, iteration: int) -> Share:
         """This rank's share of the global batch of an iteration; every rank asks at the same time."""
         known, world = self._data.share(iteration), self._control.ranks.world_size
+        agreed = self._data.agreed
         own = batch.samples if known is None else known[0]
+        if agreed is not None and agreed.is_repeated:
+            own = 0
         if self._adds_up is None:
             counts = known is None or batch.weight is not None or batch.tokens > 0
             self._adds_up = self._control.sum([counts], "the first batch")[0] > 0
@@ -79,14 +87,17 @@ class RankShare:
             samples = round(known[1] * world)
             return Share(own, samples, lambda: Totals(samples, samples, 0), world, is_exact=True)
         mine = [float(batch.size), batch.samples, batch.tokens] if own else [0.0, 0, 0]
-        sums = self._control.start_sum(mine, f"the batch of iteration {iteration}")
-        if not self._expected:
-            self._read(sums)
-        return Share(mine[0], self._expected or 1.0, lambda: self._read(sums), world, is_exact=False)
+        has_next = agreed is not None and agreed.has_next
+        sums = self._control.start_sum([*mine, has_next], f"the batch of iteration {iteration}")
+        if not self.expected:
+            self._read(sums, agreed)
+        return Share(mine[0], self.expected or 1.0, lambda: self._read(sums, agreed), world, is_exact=False)
 
-    def _read(self, sums: Callable[[], Sequence[float]]) -> Totals:
-        size, samples, tokens = sums()
-        self._expected = size or self._expected
+    def _read(self, sums: Callable[[], Sequence[float]], agreed: AgreedPass | None) -> Totals:
+        size, samples, tokens, having = sums()
+        if agreed is not None:
+            agreed.note(having)
+        self.expected = size or self.expected
         return Totals(size, round(samples), round(tokens))
 
     def seed_generators(self, iteration: int) -> None:

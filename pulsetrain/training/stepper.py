@@ -232,10 +232,14 @@ class Stepper:
         self.store.reset()
         self._grad_norm = None
         self.grad_norms.clear()
+        if self.ranks is not None:
+            self.ranks.expected = 0.0
 
     def state_dict(self) -> StateDict:
         """What waits, with the sum of its gradients since the last update, and what that update reported."""
+        expected = 0.0 if self.ranks is None else self.ranks.expected
         return {
+            **({"global_size": expected} if expected else {}),  # else a resumed run would round otherwise
             "accumulation": self.accumulation.state_dict(),
             "gradients": self.store.gradients() if self.accumulated or self.by_hand else {},
             "learning_rates": [float(rate) for rate in self.learning_rates],
@@ -253,6 +257,8 @@ class Stepper:
         self._groups = len(self.store.optimizer.param_groups)
         self.learning_rates = tuple(state["learning_rates"])
         self._grad_norm, self.grad_norms = state["grad_norm"], dict(state["grad_norms"])
+        if self.ranks is not None:
+            self.ranks.expected = state.get("global_size", 0.0)
         put_in_place()
 
     def _gradients(self, state: StateDict) -> Callable[[], None]:

@@ -16,7 +16,9 @@ from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_t
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
+from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.data_source import IterableSource
@@ -140,7 +142,8 @@ class Evaluation:
         self.store, self.backend = stepper.store, stepper.backend
         self.strategy = cast(TrainingStrategy, stepper.strategy)
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
-        self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus)
+        meets = control if is_sharded(self.store.module) else None  # it gathers its weights with each batch
+        self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus, control=meets)
         self._control, self._parts = control, RankParts(control.ranks)
         self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
@@ -311,12 +314,21 @@ class Evaluator(Engine):
     """An Engine whose runs hold a model in eval mode, and leave the generators as they were, however they end.
 
     What `contexts` make is entered round every run, in their order, such as `EMA(...).applied`.
+
+    Args:
+        process_function: as of Engine.
+        model: that is evaluated.
+        name: as of Engine.
+        bus: likewise.
+        control: of several processes that all have to compute as many batches.
     """
 
-    def __init__(self, process_function: Any, model: nn.Module, *, name: str, bus: EventBus) -> None:
+    def __init__(
+        self, process_function: Any, model: nn.Module, *, name: str, bus: EventBus, control: ControlGroup | None = None
+    ) -> None:
         super().__init__(process_function, name=name, bus=bus)
         self._model = model
-        self.source = _LoaderSource()
+        self.source = _LoaderSource(control)
         self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
         self.set_name: str | None = None  # the validation set under way, where there is one
 
@@ -338,9 +350,16 @@ class Evaluator(Engine):
 class _LoaderSource(IterableSource):
     """Passes whose workers do not end with a signal that ends the run at its next safe point."""
 
+    def __init__(self, control: ControlGroup | None) -> None:
+        self._control = control
+
     def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
         with workers_begin(data):
-            return iter(data)
+            batches = iter(data)
+        if self._control is None or length_of(data) is not None:
+            return batches
+        why = "a sharded model gathers its weights for each batch of a validation set"
+        return AgreedPass(self._control, why).over(batches)
 
 
 def check_sets(loaders: Mapping[str, Iterable[object]]) -> None:
