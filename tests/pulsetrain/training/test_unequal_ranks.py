@@ -137,7 +137,7 @@ def counted(made: Trainer) -> list[int]:
 def test_ranks_with_other_numbers_of_batches_learn_what_one_process_learns(kind: str, accumulate: int):
     """Every sample counts once, whichever rank has more of them; also in validation."""
     config = {"accumulate": accumulate, "clip_grad_norm": 1.0}
-    cases = [(rows, more) for rows in range(15, 35) for more in (0, 1)]
+    cases = [(rows, rows // 2 % 2) for rows in range(15, 35) if kind == "copies" or rows in (15, 16, 18, 33)]
 
     def train(loader: Any, val: Any, backend: Any = None) -> Any:
         made = make_with(net(), loader, val, backend=backend, **config)
@@ -180,7 +180,7 @@ def test_ranks_with_other_numbers_of_batches_learn_what_one_process_learns(kind:
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_run_resumes_bit_for_bit_from_each_of_its_iterations(more: int, tmp_path: Path):
     """Before and after a rank has ended, and with gradients that wait; the batch that is read ahead is not trained."""
-    rows = 31
+    rows = 23  # 2 and 4 batches
     settings: dict[str, Any] = {"max_epochs": 2, "accumulate": 2, "optimizer": "adamw", "learning_rate": 0.01}
 
     def make_of(kind: str, rank: int, *handlers: Any) -> Trainer:
@@ -287,7 +287,7 @@ def test_a_length_that_one_rank_does_not_keep_is_named(batches: int):
     for each in in_processes(body, limit=30.0):
         last = each.error.splitlines()[-1]
         assert "the loader of a rank gave more or fewer batches than its len()" in last
-        assert "rank 1 (2, 3)" in last if batches == 3 else "rank 1 (1, 0)" in last
+        assert ("rank 0 (1, 0); rank 1 (2, 3)" if batches == 3 else "rank 0 (2, 4); rank 1 (2, 5)") in last
 
 
 def test_where_a_batch_cannot_be_repeated_the_rank_that_has_fewer_is_named(tmp_path: Path):
@@ -308,7 +308,7 @@ def test_where_a_batch_cannot_be_repeated_the_rank_that_has_fewer_is_named(tmp_p
         with pytest.raises(ValueError, match="the loader of rank 0 has ended after 3 batches") as refused:
             loop_by_hand()
         said.append(str(refused.value))
-        made = make_with(net(), whole_batches([share]), Batches(share), backend=backend_of("sharded"))
+        made = make_with(net(), whole_batches([range(SIZE)]), Batches(share), backend=backend_of("sharded"))
         with pytest.raises(ValueError, match="the loader of rank 0 has ended after 3 batches") as refused:
             made.train()
         return len(steps), [*said, str(refused.value)]
