@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from pulsetrain import SignalWatch, Trainer
 from pulsetrain.engine import Accumulate, ConfigurationError, Events, Every, TorchBackend
@@ -24,16 +24,12 @@ from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.handlers import EMA, SWA, BestModel, Checkpointer, CrashBundle, EventRecorder, Fingerprints, NaNGuard
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
-from tests.support.runs_of_ranks import make_with
+from tests.support.runs_of_ranks import double, make_with
 
 
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.0), nn.Tanh(), nn.Linear(5, 1)).double()
-
-
-def double(rows: int) -> TensorDataset:
-    return TensorDataset(*(each.double() for each in pairs(rows).tensors))
 
 
 def sharded(**topology: Any) -> TorchBackend:
