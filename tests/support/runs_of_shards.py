@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer
 from pulsetrain.engine import Every, TorchBackend
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.handlers import Checkpointer, EventRecorder
-from tests.support.models import pairs
-from tests.support.runs_of_ranks import make_with
+from tests.support.runs_of_ranks import double, make_with
 
-__all__ = ["KINDS", "apart", "double", "net", "saving", "sharded", "trained", "whole_of"]
+__all__ = ["KINDS", "apart", "net", "saving", "sharded", "trained", "whole_of"]
 
 
 class Kind(NamedTuple):
@@ -39,10 +38,6 @@ KINDS = {
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.0), nn.Tanh(), nn.Linear(5, 1)).double()
-
-
-def double(rows: int) -> TensorDataset:
-    return TensorDataset(*(each.double() for each in pairs(rows).tensors))
 
 
 def sharded(**topology: Any) -> TorchBackend:

@@ -18,8 +18,8 @@ from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.handlers import BestModel, Checkpointer, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
-from tests.support.runs_of_ranks import make_with
-from tests.support.runs_of_shards import apart, double, net, sharded, trained
+from tests.support.runs_of_ranks import double, make_with
+from tests.support.runs_of_shards import apart, net, sharded, trained
 
 
 @pytest.mark.parametrize("rows", [15, 16, 17, 34])

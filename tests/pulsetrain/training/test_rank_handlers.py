@@ -1,0 +1,103 @@
+"""Handlers where several processes train: which act in the main one alone, and which in all alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pulsetrain.engine import ConfigurationError, Events, Every
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers import (
+    Checkpointer,
+    ConsoleLogger,
+    CSVLogger,
+    EventRecorder,
+    JSONLinesLogger,
+    LossSpikeGuard,
+    LRFinder,
+    NaNGuard,
+    Plots,
+)
+from tests.support.models import pairs
+from tests.support.ranks import in_processes
+from tests.support.runs_of_ranks import linear, make
+
+
+def test_only_the_main_process_saves_logs_and_draws(tmp_path: Path):
+    def body(rank: int) -> list[str]:
+        folder = tmp_path / str(rank)
+        handlers = [
+            Checkpointer(folder),
+            EventRecorder(folder),
+            CSVLogger(folder),
+            JSONLinesLogger(folder),
+            Plots(folder),
+            ConsoleLogger(every=Every(iterations=1)),
+            EventRecorder(tmp_path / f"own-{rank}", rank=rank),
+        ]
+        run = make(linear(), DataLoader(pairs(16), 4), *handlers)
+        run.train()
+        run.save_checkpoint()
+        return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert {"metrics.csv", "metrics.jsonl", "loss.png", "manifest.json"} <= set(first.value)
+    assert second.value == ["events.rank1.jsonl.zst", "tail.rank1.jsonl"]
+    assert second.stderr == ""
+    assert EventLog(tmp_path / "own-1", rank=1).ended
+
+
+def test_one_run_folder_and_one_seed_for_all(tmp_path: Path):
+    def body(rank: int) -> int:
+        handlers = [Checkpointer(tmp_path), EventRecorder(tmp_path), CSVLogger(tmp_path), JSONLinesLogger(tmp_path)]
+        torch.manual_seed(rank)
+        run = make(linear(), DataLoader(pairs(17), 8, shuffle=True), *handlers, seed=None)
+        run.train()
+        return run.seed
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    log = EventLog(tmp_path)
+    assert not log.damage
+    assert [event.iteration for event in log.read(event="iteration_completed")] == [1, 2, 3, 4, 5, 6]
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6
+
+
+def test_handlers_that_would_act_in_one_process_alone_are_refused():
+    def body(rank: int) -> Any:
+        said = []
+        for handler in (LossSpikeGuard(policy="stop"), NaNGuard("rewind"), LRFinder()):
+            with pytest.raises(ConfigurationError) as refused:
+                make(linear(), DataLoader(pairs(16), 4), Checkpointer("unused"), handler)
+            said.append(str(refused.value))
+        return said
+
+    for ended in in_processes(body):
+        assert ended.error == ""
+        named = [text.split(" cannot act like this where")[0].split()[-1] for text in ended.value]
+        assert named == ["LossSpikeGuard", "NaNGuard", "LRFinder"]
+
+
+def test_a_loss_that_jumps_in_the_share_of_one_process_is_seen_by_all():
+    rows = pairs(160)
+    rows.tensors[1][121] = 100.0  # of rank 1's share
+
+    def body(rank: int) -> Any:
+        made = make(
+            linear(), DataLoader(rows, 4), LossSpikeGuard(window=20, every=Every(iterations=10)), learning_rate=0.01
+        )
+        found: list[int] = []
+        made.on(Events.ANOMALY_DETECTED)(lambda engine, event: found.append(event.payload.at_iteration))
+        made.train()
+        return found
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    assert 31 in first.value
