@@ -85,6 +85,10 @@ class TrainingRun(Protocol):
         """Host, pid and environment of each process that trains, by rank; empty if there is one."""
 
     @property
+    def attempt(self) -> str:
+        """An id of this start of the processes, the same in all of them."""
+
+    @property
     def total_iterations(self) -> int | None:
         """How many batches the run takes in all; None if that is not known."""
 

@@ -344,6 +344,11 @@ class Trainer(Engine):
         return self.agreement.processes
 
     @property
+    def attempt(self) -> str:
+        """An id of this start of the processes, the same in all of them."""
+        return self.agreement.attempt
+
+    @property
     def history(self) -> MetricTracker:
         """The values of every metric of the run."""
         return self.reporter.history

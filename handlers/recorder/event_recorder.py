@@ -24,7 +24,7 @@ from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LogWriter
-from pulsetrain.engine.recording.log.places import place_after
+from pulsetrain.engine.recording.log.places import ATTEMPT, last_in_common, place_after
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.engine.recording.log.stall import StallWatch
 from pulsetrain.engine.recording.replay.source import Source
@@ -124,7 +124,7 @@ class EventRecorder(Handler):
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._begins_again = False
-        self._resumed_at: list[int] = []  # iterations of the checkpoints from which this run has continued
+        self._starts: list[tuple[int, str]] = []  # of this run: after which iteration, and an id
         self._measures = False  # whether this handler has gradients' norms computed
         self._stalls: StallWatch | None = None  # where several processes train together
 
@@ -202,7 +202,7 @@ class EventRecorder(Handler):
             "run": writer.run,
             "seams": [list(seam) for seam in writer.seams],
             "grad_norm": self._measures,
-            "resumed_at": self._resumed_at,
+            "starts": [list(start) for start in self._starts],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -294,11 +294,15 @@ class EventRecorder(Handler):
             self._saved = None
             if log.writer is None and event.iteration == 0:
                 self._start_again(event)
+            if event.iteration == 0:
+                self._starts = [(0, _attempt_of(engine))]
             log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
             if self._stalls is None and self._is_shared:
                 self._stalls = StallWatch(log.folder, self.rank, lambda: log.bus.sequence.last)
         logged = log.entry(event)
         logged.observed = {**_bounds(engine), "grad_norm": self._measures}
+        if self.rank and (attempt := _attempt_of(engine)):  # to know later at which starts this rank was there
+            logged.observed[ATTEMPT] = attempt
         log.write(logged)
 
     def _start_again(self, event: Event) -> None:
@@ -330,7 +334,7 @@ class EventRecorder(Handler):
         saved, self._saved = self._saved, None
         writer = self._log.open()
         self.resume_check = self.resumed_after = None
-        self._resumed_at = [*(saved or {}).get("resumed_at", ()), event.iteration]
+        self._starts = [*map(tuple, (saved or {}).get("starts", ())), (event.iteration, _attempt_of(engine))]
         if saved is not None and self.rank:
             self._continue_own_log(saved, writer, event)
         elif saved is not None:
@@ -370,10 +374,9 @@ class EventRecorder(Handler):
         self._resumed_in_epoch = set(saved["in_epoch"])
         if writer.last_seq < 0:
             return
-        log, last = self._log.read(), event.iteration
-        seen = {each.iteration for each in log.read(engine=event.engine, event=event.type)}
+        log = self._log.read()
         # where the run has continued without this rank, what it had recorded after that was computed again
-        last = min([last, *(each for each in saved.get("resumed_at", ()) if each not in seen)])
+        last = last_in_common(log, saved.get("starts", ()), event.iteration)
         in_epoch = last == event.iteration and event.engine in self._in_epoch
         seq, ord = place_after(log, event.engine, last, in_epoch)
         self._log.bus.continue_after(writer.last_seq)
@@ -444,3 +447,7 @@ def _bounds(engine: Engine) -> dict[str, int]:
     known = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
     known["total_iterations"] = total_iterations_of(engine)
     return {name: value for name, value in known.items() if isinstance(value, int)}
+
+
+def _attempt_of(engine: Engine) -> str:
+    return engine.attempt if is_training_run(engine) else ""

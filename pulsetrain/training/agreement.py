@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -42,6 +43,7 @@ class Agreement:
 
     def __init__(self, control: ControlGroup, every: int) -> None:
         self.control = control
+        self.attempt: str = control.broadcast(uuid.uuid4().hex)
         self.pulse = Pulse(control, every)
         self.processes: list[dict[str, object]] = []  # by rank, where there are several: host, pid and environment
         self.drift = DriftCheck(control)

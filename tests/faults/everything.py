@@ -27,8 +27,9 @@ from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, Eve
 
 ROWS, BATCH = 24, 3  # so 8 batches a pass
 EPOCHS = 4
-# `seq` counts what a resume fires besides, `seams` and `resumed_at` the resumes; `run` is the id of the folder's run
-OF_THE_LOG = tuple(f"EventRecorder/state/{name}" for name in ("seq", "run", "seams", "resumed_at"))
+# `seq` counts what a resume fires besides, `seams` the resumes; `starts` has an id of each start, and `run` that of the
+# folder's run
+OF_THE_LOG = tuple(f"EventRecorder/state/{name}" for name in ("seq", "run", "seams", "starts"))
 OBSERVED = ("seconds", "samples_per_second", "tokens_per_second")
 
 

@@ -46,7 +46,7 @@ RESTATED = {
 }  # fmt: skip
 # says whether the folder's log is the run's own, as here; see tests/handlers/recorder/test_log_loss.py
 # and which of its records a lost log has to get again
-OF_THE_LOG = {f"handlers/EventRecorder/state/{name}" for name in ("run", "seams", "resumed_at")}
+OF_THE_LOG = {f"handlers/EventRecorder/state/{name}" for name in ("run", "seams", "starts")}
 # of runs whose policy makes the batches, which are resumed in tests/integration/test_strategies_runs.py
 OF_ROLLOUTS = {"counters/rollout_round", r"handlers/Checkpointer\(.*\)/state/rollouts"}
 

@@ -246,7 +246,7 @@ def test_a_disk_that_becomes_read_only_costs_the_checkpoints_from_then_on(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # a file that is open for writing would keep `mount` from doing it; a failing disk asks nobody
-    monkeypatch.setattr("pulsetrain.handlers.run_files.ownership._locked", lambda *args: None)
+    monkeypatch.setattr("pulsetrain.handlers.run_files.ownership._owned", lambda *args: None)
     run = make(small_disk / "run", keep_last=9)
     saved = announced(run)
 

@@ -132,7 +132,7 @@ class Played:
         if isinstance(self.handler, EventRecorder):
             state.pop("run", None)  # each log has an id of its own,
             state.pop("seams", None)  # and a replay writes one without resumes
-            state.pop("resumed_at", None)
+            state.pop("starts", None)
         return state
 
     @property

@@ -152,7 +152,7 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
 
 def comparable(state: Any) -> dict[str, Any]:
     """A checkpoint's state, by path and as bits; without the log's run, its resumes, and how many events these fire."""
-    own = tuple(f"EventRecorder/state/{name}" for name in ("seq", "run", "seams", "resumed_at"))
+    own = tuple(f"EventRecorder/state/{name}" for name in ("seq", "run", "seams", "starts"))
     return {path: bits(value) for path, value in leaves(state) if not path.endswith(own)}
 
 

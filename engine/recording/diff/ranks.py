@@ -13,6 +13,7 @@ from pulsetrain.engine.recording.diff.fields import ABSENT, leaves
 from pulsetrain.engine.recording.diff.result import describe_event, field_table
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import MEASURED, Json, LoggedEvent
+from pulsetrain.engine.recording.log.thinning import FREQUENT, THINNED
 
 __all__ = ["RanksDiff", "diff_ranks"]
 
@@ -108,7 +109,7 @@ def diff_ranks(run: str | Path) -> RanksDiff:
 
     Compared are rates, gradients' norms, metrics, fingerprints of weights and of the optimizer's state, and which
     iterations, epochs and validations there were. Iterations that one of two logs does not reach are left out, since
-    processes are killed at different moments and their number may change.
+    processes are killed at different moments and their number may change, and so is what one log was thinned of.
 
     Args:
         run: a run folder with the logs of several processes.
@@ -136,6 +137,7 @@ def diff_ranks(run: str | Path) -> RanksDiff:
 
 def _compared(run: Path, ranks: tuple[int, ...], main: EventLog, other: EventLog, rank: int) -> RanksDiff:
     agreed = 0
+    thinned = [next(log.read(event=THINNED), None) is not None for log in (main, other)]  # events of it are gone
     ours, theirs = _iterations(main), _iterations(other)
     here, there = next(ours, None), next(theirs, None)
     while here is not None:
@@ -153,8 +155,10 @@ def _compared(run: Path, ranks: tuple[int, ...], main: EventLog, other: EventLog
         for key in dict.fromkeys([*mine, *peer]):
             x, y = mine.get(key), peer.get(key)
             if x is None or y is None:
-                if not is_last:
-                    return RanksDiff(run, ranks, agreed, x or y, rank)
+                alone = x or y
+                assert alone is not None
+                if not is_last and not (alone.event in FREQUENT and thinned[0 if x is None else 1]):
+                    return RanksDiff(run, ranks, agreed, alone, rank)
                 continue
             fields = {} if x.open or y.open else _differing(x, y)
             if fields:

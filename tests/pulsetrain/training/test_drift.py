@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.schedules import Cosine
-from pulsetrain.handlers import EventRecorder, Fingerprints, LRScheduler, NaNGuard
+from pulsetrain.handlers import EventRecorder, Fingerprints, LRScheduler, NaNGuard, ReduceLROnPlateau
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import make
@@ -67,65 +68,121 @@ def count_an_update(trainer: Trainer) -> None:
     trainer.state.update += 1
 
 
-def diverged(
-    act: Callable[[Trainer], None] | None,
-    who: int,
-    *handlers: Any,
-    world: int = 2,
-    epochs: int = 4,
-    when: int = 9,
-    passes: int = 1,
-) -> list[Any]:
-    """What each rank reports if this one does something at this iteration, with 4 iterations an epoch."""
+class Frozen(Net):
+    """Its first layer does not learn."""
 
-    def body(rank: int) -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+@dataclass
+class Case:
+    """A run of 4 iterations an epoch, in which a rank does something after an iteration."""
+
+    act: Callable[[Trainer], None] | None = None
+    who: int = 1
+    when: int = 9
+    handlers: Sequence[Callable[[], Any]] = ()
+    epochs: int = 4
+    passes: int = 1
+    model: type[Net] = Net
+    validates: bool = False
+    config: dict[str, Any] = field(default_factory=lambda: {"optimizer": "adamw", "learning_rate": 1e-3})
+
+    def run(self, rank: int, world: int) -> Any:
+        """What is reported, what is logged as an error, and the rates in the end."""
         made = make(
-            Net(), DataLoader(pairs(4 * world * 2 * passes), 2 * world), *(each() for each in handlers),
-            optimizer="adamw", learning_rate=1e-3, max_epochs=epochs, log_every_n_steps=2, clip_grad_norm=1.0,
+            self.model(), DataLoader(pairs(8 * world * self.passes), 2 * world), *(each() for each in self.handlers),
+            val_loader=DataLoader(pairs(8), 4) if self.validates else None, max_epochs=self.epochs,
+            log_every_n_steps=2, clip_grad_norm=1.0, **self.config,
         )  # fmt: skip
         found: list[Any] = []
-        if act is not None and rank == who:
-            made.on(Events.ITERATION_COMPLETED(once=when))(act)
+        if self.act is not None and rank == self.who:
+            made.on(Events.ITERATION_COMPLETED(once=self.when))(self.act)
         made.on(Events.RANKS_DIVERGED)(
             lambda engine, event: found.append((engine.state.iteration, event.payload.field, event.payload.ranks))
         )
         with structlog.testing.capture_logs() as logs:
             made.train()
-        return found, [each["field"] for each in logs if "have diverged" in each["event"]]
+        said = [each["field"] for each in logs if "have diverged" in each["event"]]
+        return found, said, [float(rate) for rate in made.learning_rates]
 
-    ended = in_processes(body, world)
+
+def diverged(*cases: Case, world: int = 2) -> list[Any]:
+    """What the ranks report in each case, and the main one's rates in the end; the same processes run all of them."""
+    ended = in_processes(lambda rank: [case.run(rank, world) for case in cases], world)
     for each in ended:
         assert each.error == ""
-    assert len({str(each.value[0]) for each in ended}) == 1  # all ranks report the same
-    found, said = ended[0].value
-    assert said == [field for _, field, _ in found]
-    assert all(each.value[1] == [] for each in ended[1:])  # the main process says it for all
-    return list(found)
+    for number in range(len(cases)):
+        (found, said, _), *others = [each.value[number] for each in ended]
+        assert said == [field for _, field, _ in found]
+        for theirs in others:
+            assert theirs[:2] == (found, [])  # all ranks report the same, and the main one says it for all
+    return [(found, rates) for found, _, rates in ended[0].value]
 
 
-@pytest.mark.parametrize(
-    ("act", "field", "at"),
-    [
-        (flip_a_weight, "layers.1.weight", 12),
-        (flip_a_moment, "optimizer, parameter 0, exp_avg_sq", 12),
-        (flip_a_buffer, "buffers", 12),
-        (change_a_rate, "learning_rates", 10),
-        (count_an_update, "update", 10),
-    ],
-    ids=["weight", "moment", "buffer", "rate", "update"],
-)
+DIFFERS: dict[str, tuple[Callable[[Trainer], None], str, int]] = {
+    "weight": (flip_a_weight, "layers.1.weight", 12),
+    "moment": (flip_a_moment, "optimizer, parameter 0, exp_avg_sq", 12),
+    "buffer": (flip_a_buffer, "buffers", 12),
+    "rate": (change_a_rate, "learning_rates", 10),
+    "update": (count_an_update, "update", 10),
+}
+
+
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_differs_by_one_bit_is_found(act: Callable[[Trainer], None], field: str, at: int, who: int):
-    found = diverged(act, who, when=12 if act is flip_a_moment else 9)  # later steps would round it off
-    assert found[0] == (at, field, (1,))  # of two ranks, rank 0's value counts as the usual one
+def test_a_rank_that_differs_by_one_bit_is_found(who: int):
+    # later steps would round a moment off
+    cases = [Case(act, who, 12 if name == "moment" else 9) for name, (act, _, _) in DIFFERS.items()]
+    for name, (found, _) in zip(DIFFERS, diverged(*cases), strict=True):
+        _, value, at = DIFFERS[name]
+        assert found[0] == (at, value, (1,)), name  # of two ranks, rank 0's value counts as the usual one
+
+
+def with_a_rate_tensor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=torch.tensor(1e-3))
+
+
+def flip_a_rate(trainer: Trainer) -> None:
+    flip(trainer.optimizer.param_groups[0]["lr"])
+
+
+def flip_a_frozen_weight(trainer: Trainer) -> None:
+    flip(trainer.model.layers[0].weight.data)
+
+
+def plateau() -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(factor=0.5, patience=0, threshold=0.9)  # hardly anything is an improvement
+
+
+UNUSUAL: dict[str, tuple[Case, Callable[[Trainer], None], str, int]] = {
+    "a frozen layer": (Case(model=Frozen), flip_a_frozen_weight, "layers.0.weight", 12),
+    "a rate that is a tensor": (
+        Case(config={"optimizer": with_a_rate_tensor}), flip_a_rate, "learning_rates", 10
+    ),
+    "rates by a validation": (Case(handlers=[plateau], validates=True), flip_a_weight, "layers.1.weight", 12),
+}  # fmt: skip
+
+
+def test_unusual_runs_raise_no_alarm_and_one_bit_is_found():
+    usual = [case for case, _, _, _ in UNUSUAL.values()]
+    faulty = [replace(case, act=act) for case, act, _, _ in UNUSUAL.values()]
+    outcomes = diverged(*usual, *faulty)
+    for name, (found, _) in zip(UNUSUAL, outcomes, strict=False):
+        assert found == [], name
+    for (name, (_, _, value, at)), (found, _) in zip(UNUSUAL.items(), outcomes[len(UNUSUAL) :], strict=True):
+        assert found[0] == (at, value, (1,)), name
+    assert outcomes[2][1][0] < 1e-3, "the validations have lowered the rate"
 
 
 def test_of_three_ranks_the_odd_one_is_named():
-    assert diverged(change_a_rate, 0, world=3)[0] == (10, "learning_rates", (0,))
+    ((found, _),) = diverged(Case(change_a_rate, 0), world=3)
+    assert found[0] == (10, "learning_rates", (0,))
 
 
 def test_weights_are_compared_where_fingerprints_digest_them():
-    found = diverged(flip_a_weight, 1, lambda: Fingerprints(Every(iterations=1)))
+    ((found, _),) = diverged(Case(flip_a_weight, handlers=[lambda: Fingerprints(Every(iterations=1))]))
     assert found[0][0] == 10
     assert found[0][2] == (1,)
 
@@ -137,11 +194,12 @@ def test_a_run_without_a_fault_raises_no_alarm(iterations: int):
 
     passes = iterations // 80  # of 4 iterations, in an epoch; 20 epochs
     prints = lambda: Fingerprints(Every(iterations=10))  # noqa: E731
-    assert diverged(None, 0, schedule, NaNGuard, prints, epochs=20, passes=passes) == []
+    ((found, _),) = diverged(Case(handlers=[schedule, NaNGuard, prints], epochs=20, passes=passes))
+    assert found == []
 
 
 def test_the_event_is_in_the_logs_of_all_ranks(tmp_path: Path):
-    diverged(change_a_rate, 1, lambda: EventRecorder(tmp_path))
+    diverged(Case(change_a_rate, handlers=[lambda: EventRecorder(tmp_path)]))
     for rank in (0, 1):
         (event,) = EventLog(tmp_path, rank).read(event="ranks_diverged")
         assert event.payload["field"] == "learning_rates"
