@@ -62,7 +62,9 @@ def test_a_signal_of_slurm_ends_all_tasks_of_a_plain_script_with_a_checkpoint(
 
     def body(rank: int) -> None:
         as_task(rank)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # an earlier test may have left a handler
+            faulthandler.unregister(each)
+            signal.signal(each, signal.SIG_DFL)
         assert ranks() == (rank, 2)
         made = endless(tmp_path)
         if rank in who:

@@ -320,7 +320,7 @@ def test_where_a_batch_cannot_be_repeated_the_rank_that_has_fewer_is_named(tmp_p
     assert [text.rpartition(": ")[2].split(" ")[:2] for text in first.value[1]] == [["the", "body"], ["a", "sharded"]]
 
 
-def test_whether_there_is_another_batch_is_agreed_on_without_a_call_of_its_own(tmp_path: Path):
+def test_the_end_of_a_pass_is_agreed_on_without_a_call_of_its_own(tmp_path: Path):
     def body(rank: int) -> Any:
         made = make(net(), Batches(range(SIZE * (20 + 10 * rank))), EventRecorder(tmp_path), log_every_n_steps=1000)
         before = made.agreement.control.calls
