@@ -143,8 +143,7 @@ class Trainer(Engine):
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
-        if isinstance(model, nn.Module):
-            self.agreement.check_alike(config, model, train_loader, self.backend.device)
+        self.agreement.check_alike(config, model, train_loader, self.backend.device)
         with self.agreement.explained("giving the model to all processes"):
             self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer

@@ -12,7 +12,7 @@ from pulsetrain.cli.reports import FAILED
 from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Launch", "launch", "started_with"]
+__all__ = ["Launch", "launch", "launch_once", "started_with"]
 
 _RESTARTS = 3  # without a new checkpoint in between
 _NAMES = ("nproc", "min_nproc")
@@ -64,12 +64,7 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
         words: of the command line, without those about launching.
         progress: gives something that differs once the run has saved another checkpoint.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     os.environ[_OPTIONS] = f"--launch.nproc={how.nproc} --launch.min_nproc={how.min_nproc}"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // how.nproc)))
     count, failed, before = how.nproc, 0, progress()
     while True:
         resumed = list(words)
@@ -77,31 +72,63 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
             resumed[resumed.index("--resume") + 1] = "latest"
         elif failed:
             resumed += ["--resume", "latest"]
-        config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn",
-        )  # fmt: skip
-        try:
-            elastic_launch(config, sys.executable)("-m", "pulsetrain", "train", *resumed)
-        except SignalException as stopped:
-            return 128 + int(stopped.sigval)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if failure.exitcode >= 0 and failure.exitcode != Warden.STATUS:
-                return int(failure.exitcode)
-            now = progress()
-            failed, before = (1 if now != before else failed + 1), now
-            count = max(how.min_nproc, count - (failed > 1))
-            how_ended = (
-                "waited for another one in vain" if failure.exitcode > 0 else f"was ended by signal {-failure.exitcode}"
-            )
-            why = f"rank {rank} {how_ended}"
-            if failed > _RESTARTS:
-                print(f"pulsetrain: {why}, again without a new checkpoint; not started again", file=sys.stderr)
-                return FAILED
-            print(f"pulsetrain: {why}; starting {count} again from the newest checkpoint", file=sys.stderr, flush=True)
-        else:
-            return 0
+        ended = _start(count, ["train", *resumed])
+        if ended.rank is None or (ended.status > 0 and ended.status != Warden.STATUS):
+            return ended.status
+        now = progress()
+        failed, before = (1 if now != before else failed + 1), now
+        count = max(how.min_nproc, count - (failed > 1))
+        how_ended = "waited for another one in vain" if ended.status > 0 else f"was ended by signal {-ended.status}"
+        why = f"rank {ended.rank} {how_ended}"
+        if failed > _RESTARTS:
+            print(f"pulsetrain: {why}, again without a new checkpoint; not started again", file=sys.stderr)
+            return FAILED
+        print(f"pulsetrain: {why}; starting {count} again from the newest checkpoint", file=sys.stderr, flush=True)
+
+
+def launch_once(count: int, words: Sequence[str], threads: int | None = None) -> int:
+    """Run `pulsetrain` with these words in several processes; returns the exit status of the first that fails.
+
+    Args:
+        count: how many.
+        words: of the command line, without those about launching.
+        threads: of each process; by default an even share of the processors.
+    """
+    if threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    ended = _start(count, words)
+    if ended.status >= 0:
+        return ended.status
+    print(f"pulsetrain: rank {ended.rank} was ended by signal {-ended.status}", file=sys.stderr)
+    return FAILED
+
+
+class _Ended(NamedTuple):
+    """How the processes have ended."""
+
+    rank: int | None  # the first that failed, if one did
+    status: int  # its exit status, or less than 0 if a signal ended it
+
+
+def _start(count: int, words: Sequence[str]) -> _Ended:
+    """Start so many processes, and wait for their end."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "pulsetrain", *words)
+    except SignalException as stopped:
+        return _Ended(None, 128 + int(stopped.sigval))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _Ended(rank, int(failure.exitcode))
+    return _Ended(None, 0)
 
 
 def started_with() -> list[str]:

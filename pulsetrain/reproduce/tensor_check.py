@@ -19,6 +19,7 @@ __all__ = ["TensorCheck", "final_line"]
 
 _ENDS = (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 _PARTS = ("model", "modules", "optimizer", "strategy", "handlers")
+_UNREADABLE = "the checkpoint cannot be read"  # in place of the event of its save
 
 
 class TensorCheck:
@@ -28,6 +29,7 @@ class TensorCheck:
     rerun does not fire it there, such as COMPLETED in the middle of a run that was extended, at the last event before.
     For a checkpoint that does not name its event, such as one that `save_checkpoint` made, the end of the iteration, of
     the epoch or of the run must agree. Handlers that the repeated run does not have, or has detached, are left out.
+    Of several processes, the tensors of the main one are compared, which is the one that saves.
 
     Args:
         trainer: it repeats the run.
@@ -55,6 +57,10 @@ class TensorCheck:
         """The first tensor that differs, with its checkpoint."""
         return next((found for _, found in sorted(self._found.items()) if found is not None), None)
 
+    def end_at(self, iteration: int) -> None:
+        """Leave out the checkpoints after this iteration, which the trainer may still go through."""
+        self._expected = {step: path for step, path in self._expected.items() if step <= iteration}
+
     def _look(self, event: str) -> None:
         step = self._trainer.state.iteration
         if step not in self._before:  # the run continued without that event
@@ -63,15 +69,11 @@ class TensorCheck:
         path = self._expected.get(step)
         if path is None:
             return
-        try:
-            saved = self._read(step, path)
-        except CheckpointError as error:  # nothing to compare with
+        found, moment = self._compared(step, path)
+        if moment == _UNREADABLE:
             del self._expected[step]
-            self._found[step] = f"iteration {step}: {error}"
+            self._found[step] = found
             return
-        difference = _difference(saved, self._trainer.checkpoint_state(), self._repeated())
-        found = difference and f"iteration {step}, checkpoint {path.name}: {difference}"
-        moment = _moment_of(saved, step)
         if moment is not None and event != moment:
             self._before[step] = found
             return
@@ -79,6 +81,22 @@ class TensorCheck:
         self._found[step] = found
         if moment is not None or found is None:
             del self._expected[step]
+
+    def _compared(self, step: int, path: Location) -> tuple[str | None, str | None]:
+        """The difference, and the event of the save: in every process those that the main one, which saved, finds."""
+        control, now = self._trainer.agreement.control, self._trainer.checkpoint_state()
+        result: tuple[str | None, str | None] = None, None
+        if control.ranks.is_main:
+            try:
+                saved = self._read(step, path)
+            except CheckpointError as error:  # nothing to compare with
+                result = f"iteration {step}: {error}", _UNREADABLE
+            else:
+                difference = _difference(saved, now, self._repeated())
+                found = difference and f"iteration {step}, checkpoint {path.name}: {difference}"
+                result = found, _moment_of(saved, step)
+        control.wait_for_main()
+        return control.broadcast(result)
 
     def _repeated(self) -> set[str]:
         """The names of the handlers that see the repeated run."""
