@@ -15,14 +15,13 @@ from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.ranks import ranks
-from pulsetrain.engine.errors import ConfigurationError, PeerFailed, RecordingError
+from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.engine.recording.diff.fields import differing_fields
 from pulsetrain.engine.recording.log.reader import logged_ranks
 from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
 from pulsetrain.engine.recording.replay.source import Source
-from pulsetrain.export.event_formats import format_error
 from pulsetrain.handlers.run_files.run_file import RunFacts, run_facts
 from pulsetrain.reproduce.diagnosis import BATCH, CONTINUED, STATE, Evidence, diagnose
 from pulsetrain.reproduce.findings import Verification
@@ -208,17 +207,14 @@ class _End(NamedTuple):
     """Where the log of a process ends."""
 
     reached: int  # iteration
-    failed: int | None  # the iteration in which an error ended the run
-    by_peer: bool  # whether it was that of another process
+    failed: tuple[int, int] | None  # the iteration in which an error ended the run, and when
     damage: tuple[str, ...]
 
 
 def _end_of(log: EventLog, engine: str) -> _End:
     ends = list(log.read(engine=engine, event={"exception_raised", "started"}))
-    failed = ends[-1] if ends and ends[-1].event == "exception_raised" else None
-    by_peer = failed is not None and PeerFailed.__name__ in format_error((failed.payload or {}).get("error"))
-    damage = tuple(map(str, log.damage))
-    return _End(_last_iteration(log, engine), failed and failed.iteration, by_peer, damage)
+    failed = (ends[-1].iteration, ends[-1].t) if ends and ends[-1].event == "exception_raised" else None
+    return _End(_last_iteration(log, engine), failed, tuple(map(str, log.damage)))
 
 
 def _last_to_compare(ends: Sequence[_End], folder: Path, start: int, to_iteration: int | None) -> tuple[int, str]:
@@ -248,9 +244,9 @@ def _last_to_compare(ends: Sequence[_End], folder: Path, start: int, to_iteratio
     if short:
         return start, f"the log of rank {short[0]} ends at iteration {ends[short[0]].reached}, and nothing was trained"
     last = to_iteration or reached
-    failed = [(end.failed, end.by_peer, rank) for rank, end in enumerate(ends) if end.failed is not None]
-    if len(ends) > 1 and failed and min(failed)[0] <= last:
-        iteration, _, rank = min(failed)
+    failed = [(*end.failed, rank) for rank, end in enumerate(ends) if end.failed is not None and len(ends) > 1]
+    iteration, _, rank = min(failed, default=(last + 1, 0, 0))
+    if iteration <= last:
         return iteration - 1, f"an error ended rank {rank} in iteration {iteration}, which is not repeated"
     return last, ""
 

@@ -23,6 +23,7 @@ from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.engine.recording.log.records import without_observed
 from pulsetrain.handlers import Checkpointer, EventRecorder, Fingerprints
 from pulsetrain.reproduce.processes import processes_of
 from tests.support.models import pairs
@@ -62,23 +63,14 @@ def rewrite(run: Path, rank: int, change: Callable[[LoggedEvent], LoggedEvent | 
     for file in log_files(folder, rank):
         file.unlink()
     writer = LogWriter(folder, rank, run=run_id)
-    for event in map(without_times, events):
-        changed = change(event)
+    for event in events:  # those of reading, which merges measured values into the payload
+        changed = change(event if event.event == "started" else without_observed(event))
         if changed is None:
             break
         writer.add(changed)
     writer.end()
     writer.close()
     assert EventLog(run, rank).verify() == []
-
-
-def without_times(event: LoggedEvent) -> LoggedEvent:
-    """As it was written: reading merges the measured values into the payload."""
-    measured = event.observed or {}
-    payload = event.payload
-    if isinstance(payload, dict):
-        payload = {name: value for name, value in payload.items() if name not in measured} or None
-    return replace(event, payload=payload)
 
 
 def with_another_loss(event: LoggedEvent) -> LoggedEvent:
