@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -84,7 +85,7 @@ def _processes(count: int) -> str:
 
 
 def _command(run: Path, count: int) -> str:
-    command = f"pulsetrain verify {run}"
+    command = shlex.join(["pulsetrain", "verify", str(run)])
     if count == 1:
         return command
     return f"{command} --launch.nproc {count}, or torchrun --nproc_per_node {count} -m {command}"
