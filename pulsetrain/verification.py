@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine.checkpoint.reader import step_of
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.joining import join
+from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.engine.recording.diff.fields import differing_fields
-from pulsetrain.engine.recording.diff.result import describe_event, field_table
+from pulsetrain.engine.recording.log.reader import logged_ranks
 from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
 from pulsetrain.engine.recording.replay.source import Source
-from pulsetrain.export.event_formats import format_rows
 from pulsetrain.handlers.run_files.run_file import RunFacts, run_facts
-from pulsetrain.reproduce.diagnosis import BATCH, CONTINUED, STATE, Cause, Evidence, diagnose
+from pulsetrain.reproduce.diagnosis import BATCH, CONTINUED, STATE, Evidence, diagnose
+from pulsetrain.reproduce.findings import Verification
+from pulsetrain.reproduce.processes import check_processes
 from pulsetrain.reproduce.rerun import ExpectedEvents, Rerun, first_checkpoint, nearest_checkpoint
 from pulsetrain.state.run_state import MAY_CHANGE
 from pulsetrain.trainer import Trainer
@@ -26,72 +33,6 @@ from pulsetrain.trainer import Trainer
 __all__ = ["Verification", "verify"]
 
 _BEFORE_THE_ITERATION = frozenset({BATCH, "get_batch_started", "get_batch_completed"})  # fired for its next batch
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The result of running again; true if all compared events and checkpoints were reproduced bit for bit."""
-
-    run: Path
-    start: int  # the last iteration before the rerun; 0 for the beginning
-    end: int  # the last iteration that was compared
-    agreed: int  # events that agree
-    divergence: Divergence | None = None  # `a` was recorded, `b` is of the rerun
-    missing: LoggedEvent | None = None  # a recorded event that the rerun ended without
-    checkpoints: tuple[int, ...] = ()  # iterations whose checkpoints have the same tensors
-    tensor: str | None = None  # the first one that differs from its checkpoint's
-    rows: Sequence[object] | None = None  # indices of the batch where they differ, if the order is known
-    fingerprints: Mapping[str, bool] = field(default_factory=dict)  # part of the state -> whether it is the same
-    causes: tuple[Cause, ...] = ()  # likeliest first
-    changed: tuple[str, ...] = ()  # environment and settings that differ from run.json: possible causes
-    not_compared: tuple[str, ...] = ()  # types of events that only one of the two runs has, such as gradients_ready
-    damage: tuple[str, ...] = ()  # of the log: damaged parts were not compared
-    unseen: str = ""  # iterations that were asked for and not compared
-
-    def __bool__(self) -> bool:
-        return not self.differs and not self.damage and not self.unseen
-
-    @property
-    def differs(self) -> bool:
-        """Whether anything that was compared differs."""
-        return self.divergence is not None or self.missing is not None or self.tensor is not None
-
-    def __str__(self) -> str:
-        return self.report()
-
-    def report(self) -> str:
-        """As text."""
-        stretch = f"{self.run}, iterations {self.start + 1:,} to {self.end:,}"
-        if self:
-            lines = [f"{stretch}: reproduced, {self.agreed:,} events agree bit for bit"]
-            steps = ", ".join(f"{step:,}" for step in self.checkpoints)
-            what = f"those of iteration {steps} agree bit for bit" if steps else "not compared, there is none here"
-            lines.append(f"tensors of checkpoints: {what}")
-        elif not self.differs:
-            but = "the log is damaged" if self.damage else self.unseen
-            lines = [f"{stretch}: not proven: {self.agreed:,} events agree bit for bit, but {but}"]
-        else:
-            lines = [f"{stretch}: not reproduced, after {self.agreed:,} events that agree"]
-        if self.not_compared:
-            lines.append(f"not compared, since only one of the two runs has them: {', '.join(self.not_compared)}")
-        if self.divergence is not None:
-            number = f"event {self.divergence.a.ord:,}, " if self.divergence.ord >= 0 else ""
-            lines.append(f"first difference: {number}{describe_event(self.divergence.a)}")
-            lines.extend(field_table(self.divergence.fields, "recorded", "now"))
-        if self.tensor is not None:
-            lines.append(f"first tensor that differs: {self.tensor}")
-        if self.missing is not None:
-            lines.append(f"the run ended before {describe_event(self.missing)}")
-        if self.rows is not None:
-            lines.append(f"batch: {format_rows(self.rows)}")
-        if self.fingerprints:
-            parts = [f"{name} {'same' if equal else 'differs'}" for name, equal in self.fingerprints.items()]
-            lines.append(f"fingerprints after it: {', '.join(parts)}")
-        lines.extend(f"{'likely cause' if not index else 'or'}: {cause}" for index, cause in enumerate(self.causes))
-        if not self.causes and self.changed:
-            lines.append(f"although these have changed: {'; '.join(self.changed)}")
-        lines.extend(f"damaged: {each}" for each in self.damage)
-        return "\n".join(lines)
 
 
 def verify(
@@ -106,6 +47,9 @@ def verify(
     each checkpoint of these iterations. The rerun ends at the first difference, and is repeated
     once to find out whether two reruns agree. The run's folder is only read: the trainer's EventRecorder writes to a
     temporary folder, and Checkpointer and loggers are detached.
+
+    A run of several processes is repeated by as many: each of them calls this, as in `torchrun`, and compares its own
+    log. All get the same result, which is true if every log was reproduced; `rank` is the process that differs first.
 
     >>> import torch
     >>> from pulsetrain import TrainingConfig
@@ -135,57 +79,61 @@ def verify(
     Raises:
         RecordingError: the folder holds no log.
         CheckpointError: there is no checkpoint before the iteration, or it is damaged or does not fit the trainer.
-        ConfigurationError: there is no iteration to compare, or the trainer has no EventRecorder.
+        ConfigurationError: there is no iteration to compare, the trainer has no EventRecorder, or another number of
+            processes has trained the run.
+        PeerFailed, Exception: of several processes, one has failed in the rerun.
     """
     folder = Path(run)
-    for name, value in (("from_iteration", from_iteration), ("to_iteration", to_iteration)):
-        check_whole_number("verify", name, value, or_none=True)
-    if from_iteration is not None and to_iteration is not None and to_iteration < from_iteration:
-        rule = "is before {from_iteration}; choose a later one"
-        raise ConfigurationError(rule, "verify", to_iteration=to_iteration, from_iteration=from_iteration)
-    log = EventLog(folder)
-    checkpoint = first_checkpoint(folder) if from_iteration in (None, 1) else nearest_checkpoint(folder, from_iteration)
+    checkpoint = check_request(folder, from_iteration, to_iteration, ranks().world_size)
+    control = join()
+    rank, log = control.ranks.rank, _log_of(folder, control)
+    if isinstance(log, str):
+        first = step_of(checkpoint) if checkpoint is not None else 0
+        return Verification(folder, first, first, 0, unseen=log)
     with tempfile.TemporaryDirectory(prefix="pulsetrain-verify-") as temporary:
         rerun = Rerun(build_trainer, Path(temporary) / "rerun", checkpoint, folder)
         changed = _changed_at_start(log, rerun) if checkpoint is not None else ()
         engine = rerun.trainer.name
-        reached = _last_iteration(log, engine)
-        if reached <= rerun.start and log.damage:
-            return Verification(folder, rerun.start, rerun.start, 0, damage=tuple(map(str, log.damage)))
-        if to_iteration is not None and to_iteration > reached:
-            rule = f"{folder}: the log ends at iteration {reached}; choose an earlier one"
-            raise ConfigurationError(rule, "verify", to_iteration=to_iteration)
-        if reached <= rerun.start:
-            raise ConfigurationError(
-                f"verify({folder}): the log ends at iteration {reached}, and the rerun would start after "
-                f"{rerun.start}; choose other iterations"
-            )
-        expected = ExpectedEvents(log.read(seq=(rerun.after + 1, None)), engine, to_iteration, log.is_superseded)
-        rerun.compare(expected, to_iteration)
+        ends = control.gather(_end_of(log, engine))
+        last, unseen = _last_to_compare(ends, folder, rerun.start, to_iteration)
+        if last <= rerun.start:
+            damage = tuple(each for end in ends for each in end.damage)
+            return Verification(folder, rerun.start, rerun.start, 0, damage=damage, unseen=unseen)
+        bound = last if control.is_shared else to_iteration
+        expected = ExpectedEvents(log.read(seq=(rerun.after + 1, None)), engine, bound, log.is_superseded)
+        rerun.compare(expected, bound)
         check = rerun.check
         recorded, now = read_run_file(folder), run_facts(rerun.trainer)
         others = _differences(recorded, now)
         damage = tuple(map(str, log.damage))  # after all has been read
+        goal = last if control.is_shared else to_iteration or max(last, rerun.end)
         found = Verification(
-            *(folder, rerun.start, rerun.end, check.agreed),
+            *(folder, rerun.start, min(rerun.end, goal), check.agreed),
             changed=tuple(others),
             not_compared=tuple(check.left_out),
             damage=damage,
+            unseen=unseen,
         )
-        divergence = check.divergence or _other_end(expected.end, rerun)
-        goal = to_iteration or max(reached, rerun.end)
-        if divergence is None and check.next is None and rerun.end < goal:
-            found = replace(found, unseen=f"iterations {rerun.end + 1} to {goal} were not compared")
-        if divergence is None:
-            tensors = rerun.tensors
-            steps, tensor = (tuple(tensors.agreed), tensors.difference) if tensors is not None else ((), None)
-            return replace(found, missing=check.next, checkpoints=steps, tensor=tensor)
+        divergence = check.divergence or (None if rerun.cut_short else _other_end(expected.end, rerun))
         repeats = None
-        if check.divergence is not None:
+        if any(control.gather(check.divergence is not None)):
             second = Rerun(build_trainer, Path(temporary) / "second", checkpoint, folder)
-            before = (event for event in rerun.log().read() if 0 <= event.ord <= divergence.ord)
+            upto = -1 if check.divergence is None else check.divergence.ord
+            before = (event for event in rerun.log().read() if 0 <= event.ord <= upto)
             second.compare(ExpectedEvents(before, engine))
             repeats = second.check.divergence is None
+        if divergence is None:
+            if rerun.cut_short:
+                unseen = f"iterations after {rerun.end} were not compared, since another process differs"
+            elif check.next is None and rerun.end < goal:
+                unseen = f"iterations {rerun.end + 1} to {goal} were not compared"
+            elif control.is_shared and ends[rank].reached < goal:
+                unseen = f"the log of this process ends at iteration {ends[rank].reached}, and another one at {goal}"
+            tensors = rerun.tensors
+            steps, tensor = (tuple(tensors.agreed), tensors.difference) if tensors is not None else ((), None)
+            missing = None if rerun.cut_short else check.next
+            found = replace(found, missing=missing, checkpoints=steps, tensor=tensor, unseen=unseen)
+            return found.with_others(control)
         evidence = Evidence(
             divergence,
             _next_fingerprints(log, rerun, divergence),
@@ -204,7 +152,103 @@ def verify(
             then, since = (event.payload for event in evidence.state)
             fingerprints = {name: then[name] == since.get(name) for name in then}
         causes = diagnose(evidence)
-        return replace(found, divergence=divergence, rows=rows, fingerprints=fingerprints, causes=causes)
+        found = replace(found, divergence=divergence, rows=rows, fingerprints=fingerprints, causes=causes)
+        return found.with_others(control)
+
+
+def check_request(
+    folder: Path, from_iteration: int | None, to_iteration: int | None, processes: int
+) -> Location | None:
+    """Refuse what cannot be verified, before anything is trained; returns the checkpoint to start from, if any.
+
+    Args:
+        folder: the run folder.
+        from_iteration: as for `verify`.
+        to_iteration: as for `verify`.
+        processes: how many are to repeat the run.
+
+    Raises:
+        RecordingError, CheckpointError, ConfigurationError: as `verify`.
+    """
+    for name, value in (("from_iteration", from_iteration), ("to_iteration", to_iteration)):
+        check_whole_number("verify", name, value, or_none=True)
+    if from_iteration is not None and to_iteration is not None and to_iteration < from_iteration:
+        rule = "is before {from_iteration}; choose a later one"
+        raise ConfigurationError(rule, "verify", to_iteration=to_iteration, from_iteration=from_iteration)
+    log = EventLog(folder, logged_ranks(folder)[0])
+    newest = log.last(log.main_engine) if not log.rank else None  # another rank may have been left out since
+    checkpoint = first_checkpoint(folder) if from_iteration in (None, 1) else nearest_checkpoint(folder, from_iteration)
+    first = 1 if checkpoint is None else step_of(checkpoint) + 1
+    last = to_iteration if to_iteration is not None or newest is None else newest.iteration
+    check_processes(folder, first, last, processes)
+    return checkpoint
+
+
+def _log_of(folder: Path, control: ControlGroup) -> EventLog | str:
+    """The log of this process; in each, why nothing can be compared if one of them has none.
+
+    Raises:
+        RecordingError: as `EventLog`, of one process.
+    """
+    failure, log = "", None
+    try:
+        log = EventLog(folder, control.ranks.rank)
+    except RecordingError as error:
+        if not control.is_shared:
+            raise
+        failure = str(error)
+    failures = list(filter(None, control.gather(failure)))
+    if failures or log is None:
+        return f"nothing was trained: {'; '.join(failures)}"
+    return log
+
+
+class _End(NamedTuple):
+    """Where the log of a process ends."""
+
+    reached: int  # iteration
+    failed: tuple[int, int] | None  # the iteration in which an error ended the run, and when
+    damage: tuple[str, ...]
+
+
+def _end_of(log: EventLog, engine: str) -> _End:
+    ends = list(log.read(engine=engine, event={"exception_raised", "started"}))
+    failed = (ends[-1].iteration, ends[-1].t) if ends and ends[-1].event == "exception_raised" else None
+    return _End(_last_iteration(log, engine), failed, tuple(map(str, log.damage)))
+
+
+def _last_to_compare(ends: Sequence[_End], folder: Path, start: int, to_iteration: int | None) -> tuple[int, str]:
+    """The last iteration to compare, at most `start` if nothing is to be trained; and what is not compared, if known.
+
+    Args:
+        ends: of the logs of all processes.
+        folder: the run folder.
+        start: the iteration after which the rerun would start.
+        to_iteration: the last one that is asked for.
+
+    Raises:
+        ConfigurationError: the logs do not reach it, or end before the rerun would start.
+    """
+    reached = max(each.reached for each in ends)
+    short = [rank for rank, each in enumerate(ends) if each.reached <= start]
+    if reached <= start and any(each.damage for each in ends):
+        return start, ""
+    if to_iteration is not None and to_iteration > reached:
+        rule = f"{folder}: the log ends at iteration {reached}; choose an earlier one"
+        raise ConfigurationError(rule, "verify", to_iteration=to_iteration)
+    if reached <= start:
+        raise ConfigurationError(
+            f"verify({folder}): the log ends at iteration {reached}, and the rerun would start after "
+            f"{start}; choose other iterations"
+        )
+    if short:
+        return start, f"the log of rank {short[0]} ends at iteration {ends[short[0]].reached}, and nothing was trained"
+    last = to_iteration or reached
+    failed = [(*end.failed, rank) for rank, end in enumerate(ends) if end.failed is not None and len(ends) > 1]
+    iteration, _, rank = min(failed, default=(last + 1, 0, 0))
+    if iteration <= last:
+        return iteration - 1, f"an error ended rank {rank} in iteration {iteration}, which is not repeated"
+    return last, ""
 
 
 def _last_iteration(log: EventLog, engine: str) -> int:

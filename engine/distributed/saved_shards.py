@@ -43,7 +43,7 @@ def sharded_like(value: Any, like: Any) -> Any:
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = like.device_mesh, like.placements
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     if isinstance(value, Tensor):
         return distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)
     shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed
@@ -140,7 +140,7 @@ def _ties_blocks(module: nn.Module) -> bool:
     return bool(rest & owners.keys()) or any(len(each) > 1 for each in owners.values())
 
 
-def is_shard(value: object) -> bool:
+def is_shard(value: object) -> TypeGuard[Tensor]:
     """Whether the value is a tensor of which each process holds a part.
 
     >>> is_shard(torch.ones(2))

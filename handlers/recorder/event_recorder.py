@@ -125,6 +125,7 @@ class EventRecorder(Handler):
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._begins_again = False
         self._starts: list[tuple[int, str]] = []  # of this run: after which iteration, and an id
+        self._repeated: EventLog | None = None  # the log of the run that this one repeats
         self._measures = False  # whether this handler has gradients' norms computed
         self._stalls: StallWatch | None = None  # where several processes train together
 
@@ -211,9 +212,15 @@ class EventRecorder(Handler):
         if state:
             self._measure_as_before(state.get("grad_norm", True))  # version 0.1 always did
 
-    def repeat(self, log: EventLog) -> None:
-        """The run in this log is repeated from its beginning: measure what its recorder measured."""
-        first = next(log.read(event=Events.STARTED.value), None)
+    def repeat(self, log: EventLog, *, resumed: bool = False) -> None:
+        """The run in this log is repeated: measure what its recorder measured, and number the events as it did.
+
+        Args:
+            log: of this rank.
+            resumed: the run is repeated from a checkpoint, which is loaded next and says what was measured.
+        """
+        self._repeated = log
+        first = None if resumed else next(log.read(event=Events.STARTED.value), None)
         if first is not None:
             self._measure_as_before((first.observed or {}).get("grad_norm", True))
 
@@ -372,13 +379,18 @@ class EventRecorder(Handler):
         """The checkpoint has the place in rank 0's log: find the same one in this rank's."""
         self._in_epoch = set(saved["in_epoch"])
         self._resumed_in_epoch = set(saved["in_epoch"])
-        if writer.last_seq < 0:
+        is_new, last = writer.last_seq < 0, event.iteration
+        log = self._repeated if is_new else self._log.read()
+        if log is None:
             return
-        log = self._log.read()
         # where the run has continued without this rank, what it had recorded after that was computed again
         last = last_in_common(log, saved.get("starts", ()), event.iteration)
         in_epoch = last == event.iteration and event.engine in self._in_epoch
         seq, ord = place_after(log, event.engine, last, in_epoch)
+        if is_new:
+            self.resumed_after = seq
+            writer.begin_at(ord)
+            return
         self._log.bus.continue_after(writer.last_seq)
         self._log.rewind(seq, ord, event.time_ns)
 

@@ -29,7 +29,7 @@ Read = Callable[[str], str]  # reads the next line after a prompt; EOFError at t
 
 def run(arguments: argparse.Namespace) -> int:
     """Open the run, and run commands until there are no more."""
-    debugger, bundle = open_recorded(arguments.folder, arguments.engine)
+    debugger, bundle = open_recorded(arguments.folder, arguments.engine, arguments.rank)
     if arguments.at is not None and not arguments.live:
         raise ConfigurationError("--at: needs --live; at the prompt, use: goto iteration N")
     status = OK
@@ -40,6 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
             extra = {} if bundle is None else bundle_commands(bundle)
             if bundle is not None:
                 print("\n".join(map(printable, bundle_summary(bundle))))
+            if len(debugger.ranks) > 1:
+                others = ", ".join(str(each) for each in debugger.ranks if each != debugger.log.rank)
+                print(f"this is the log of rank {debugger.log.rank}; --rank N opens that of another one: {others}")
             status = _live(arguments, debugger, extra) if arguments.live else converse(Commands(debugger, extra))
     finally:
         if not was_frozen:  # else what the caller has frozen would be unfrozen, too
@@ -52,6 +55,8 @@ def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str,
     """Step through the computation itself, from the last checkpoint before an iteration."""
     from pulsetrain.configuration.rebuild import rebuild
     from pulsetrain.debugger.live import LiveDebugger
+    from pulsetrain.engine.checkpoint.reader import step_of
+    from pulsetrain.reproduce.processes import processes_of
     from pulsetrain.reproduce.rerun import checkpoint_before
 
     folder, iteration = recorded.folder, arguments.at
@@ -62,6 +67,13 @@ def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str,
     if iteration is not None and iteration < 1:
         raise ConfigurationError(f"--at {iteration}: needs the number of an iteration, at least 1")
     checkpoint = checkpoint_before(folder, iteration) if iteration is not None else None
+    first = 1 if checkpoint is None else step_of(checkpoint) + 1
+    count = next(each.processes for each in processes_of(folder) if each.last is None or each.last >= first)
+    if count > 1:
+        raise ConfigurationError(
+            f"--live: {folder} was trained by {count} processes, and --live computes in one, with other shares of each "
+            "batch; leave it out, and --rank N shows what a process has recorded"
+        )
     with logs_on_stderr():
         live = LiveDebugger(lambda temporary: rebuild(folder, temporary).trainer, checkpoint, folder)
         try:

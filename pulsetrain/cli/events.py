@@ -12,6 +12,7 @@ from pulsetrain.cli.reports import DAMAGED, OK, report_damage, until_closed
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.predicate import predicate
+from pulsetrain.engine.recording.log.reader import logged_ranks
 from pulsetrain.export.event_formats import FORMATS, check_field
 
 __all__ = ["run", "follow"]
@@ -92,7 +93,9 @@ def _check(log: EventLog) -> int:
     damage = log.verify()
     with until_closed():
         state = "ended" if log.ended else "not closed: the run is still going or was killed, or the end is missing"
-        print(f"{log.folder}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
+        ranks = logged_ranks(log.folder)
+        which = f", rank {log.rank} of {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
+        print(f"{log.folder}{which}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
         for each in damage:
             print(f"  {each}")
     return DAMAGED if damage else OK

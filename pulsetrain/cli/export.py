@@ -24,10 +24,10 @@ EVENT_FILE = "events.out.tfevents"  # how the names of TensorBoard's files begin
 def run(arguments: argparse.Namespace) -> int:
     """Write the export, and print what was written, and damaged parts on standard error."""
     folder: Path = arguments.folder
-    log = EventLog(folder)
+    log = EventLog(folder, arguments.rank)
     if log.folder.name == "events":
         folder = log.folder.parent
-    name = folder.resolve().name
+    name = folder.resolve().name + (f".rank{log.rank}" if log.rank else "")
     into: Path = arguments.into if arguments.into is not None else Path(name + ENDINGS[arguments.format])
     _check(into, folder, arguments.format, arguments.force)
     try:

@@ -14,7 +14,7 @@ from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Launch", "launch", "started_with"]
+__all__ = ["Launch", "launch", "launch_once", "started_with"]
 
 _RESTARTS = 3  # without a new checkpoint in between
 _NAMES = ("nproc", "min_nproc")
@@ -70,6 +70,55 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
     Raises:
         ConfigurationError: this process is one of several already.
     """
+    os.environ[_OPTIONS] = f"--launch.nproc={how.nproc} --launch.min_nproc={how.min_nproc}"
+    count, failed, before = how.nproc, 0, progress()
+    while True:
+        resumed = list(words)
+        if failed and "--resume" in resumed:
+            resumed[resumed.index("--resume") + 1] = "latest"
+        elif failed:
+            resumed += ["--resume", "latest"]
+        ended = _start(count, ["train", *resumed])
+        if ended.rank is None or (ended.status > 0 and ended.status != Warden.STATUS):
+            return ended.status
+        now = progress()
+        failed, before = (1 if now != before else failed + 1), now
+        count = max(how.min_nproc, count - (failed > 1))
+        how_ended = "waited for another one in vain" if ended.status > 0 else f"was ended by signal {-ended.status}"
+        why = f"rank {ended.rank} {how_ended}"
+        if failed > _RESTARTS:
+            print(f"pulsetrain: {why}, again without a new checkpoint; not started again", file=sys.stderr)
+            return FAILED
+        print(f"pulsetrain: {why}; starting {count} again from the newest checkpoint", file=sys.stderr, flush=True)
+
+
+def launch_once(count: int, words: Sequence[str], threads: int | None = None) -> int:
+    """Run `pulsetrain` with these words in several processes; returns the exit status of the first that fails.
+
+    Args:
+        count: how many.
+        words: of the command line, without those about launching.
+        threads: of each process; by default an even share of the processors.
+    """
+    if threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a status other than 0 is not a failure
+    ended = _start(count, words)
+    if ended.status >= 0:
+        return ended.status
+    print(f"pulsetrain: rank {ended.rank} was ended by signal {-ended.status}", file=sys.stderr)
+    return FAILED
+
+
+class _Ended(NamedTuple):
+    """How the processes have ended."""
+
+    rank: int | None  # the first that failed, if one did
+    status: int  # its exit status, or less than 0 if a signal ended it
+
+
+def _start(count: int, words: Sequence[str]) -> _Ended:
+    """Start so many processes, and wait for their end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -78,45 +127,24 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
     already = started()
     if already.world_size > 1:
         raise ConfigurationError(
-            f"--launch.nproc={how.nproc}: {already.by} has started {already.world_size} processes already, and each of "
+            f"--launch.nproc={count}: {already.by} has started {already.world_size} processes already, and each of "
             "them would start a run; leave it out, or start this command once"
         )
-    os.environ[_OPTIONS] = f"--launch.nproc={how.nproc} --launch.min_nproc={how.min_nproc}"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // how.nproc)))
     # earlier versions of torch forward the first four alone
     forwarded: Any = {"signals_to_handle": _FORWARDED} if hasattr(LaunchConfig, "signals_to_handle") else {}
-    count, failed, before = how.nproc, 0, progress()
-    while True:
-        resumed = list(words)
-        if failed and "--resume" in resumed:
-            resumed[resumed.index("--resume") + 1] = "latest"
-        elif failed:
-            resumed += ["--resume", "latest"]
-        config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn", **forwarded,
-        )  # fmt: skip
-        try:
-            elastic_launch(config, sys.executable)("-m", "pulsetrain", "train", *resumed)
-        except SignalException as stopped:
-            return 128 + int(stopped.sigval)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if failure.exitcode >= 0 and failure.exitcode != Warden.STATUS:
-                return int(failure.exitcode)
-            now = progress()
-            failed, before = (1 if now != before else failed + 1), now
-            count = max(how.min_nproc, count - (failed > 1))
-            how_ended = (
-                "waited for another one in vain" if failure.exitcode > 0 else f"was ended by signal {-failure.exitcode}"
-            )
-            why = f"rank {rank} {how_ended}"
-            if failed > _RESTARTS:
-                print(f"pulsetrain: {why}, again without a new checkpoint; not started again", file=sys.stderr)
-                return FAILED
-            print(f"pulsetrain: {why}; starting {count} again from the newest checkpoint", file=sys.stderr, flush=True)
-        else:
-            return 0
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn", **forwarded,
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "pulsetrain", *words)
+    except SignalException as stopped:
+        return _Ended(None, 128 + int(stopped.sigval))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _Ended(rank, int(failure.exitcode))
+    return _Ended(None, 0)
 
 
 def started_with() -> list[str]:

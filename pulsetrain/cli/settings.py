@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["CONFIGURED", "reject_settings", "split_settings"]
+__all__ = ["CONFIGURED", "LAUNCHED", "reject_settings", "split_settings"]
 
 CONFIGURED = ("train", "config", "lr-find", "fork")  # the commands that take settings of a configuration
+LAUNCHED = ("verify",)  # of the others, those that take --launch.nproc
 
 EXAMPLE = "a setting is given as --training.learning_rate 3e-4"
 
@@ -50,6 +51,8 @@ def reject_settings(command: str, settings: Mapping[str, str]) -> None:
         ConfigurationError: there is a setting.
     """
     for name in settings if command not in CONFIGURED else ():
+        if command in LAUNCHED and name.startswith("launch."):
+            continue
         raise ConfigurationError(
             f"--{name}: {command} has no such option; train, config, lr-find and fork take settings of a configuration"
         )

@@ -21,15 +21,22 @@ _ROWS = 20  # tensors to list
 _VALUES = 8  # of a tensor, to list
 
 
-def open_recorded(path: Path, engine: str | None = None) -> tuple[Debugger, Bundle | None]:
+def open_recorded(path: Path, engine: str | None = None, rank: int = 0) -> tuple[Debugger, Bundle | None]:
     """A debugger for a run, with the bundle of the crash that ended it, if any; or for a bundle and its run.
 
     A bundle inside a run folder is shown in the run's log, right before the crash. If the log no longer holds that
     event, or a resumed run has computed it again, the events in the bundle itself are shown.
 
+    Args:
+        path: the run, or the bundle.
+        engine: as for `Debugger`.
+        rank: the rank whose log to read; bundles are written by rank 0 alone.
+
     Raises:
-        RecordingError: there is neither a log nor a bundle.
+        RecordingError: there is neither a log of that rank nor a bundle.
     """
+    if rank:
+        return Debugger(path, engine=engine, rank=rank), None
     if not (path / FACTS).exists():
         debugger = Debugger(path, engine=engine)
         return debugger, _of_last_crash(debugger)

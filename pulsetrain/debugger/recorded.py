@@ -13,6 +13,7 @@ from pulsetrain.debugger.stepping import SteppingDebugger
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import EventLog, LoggedEvent, Replay
+from pulsetrain.engine.recording.log.reader import logged_ranks
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.replay.payloads import plain, whole
 from pulsetrain.engine.recording.replay.state import ReplayedState
@@ -85,10 +86,12 @@ class Debugger(SteppingDebugger):
     @property
     def here(self) -> str:
         """The current position in words."""
-        event = self.event
+        event, rank = self.event, f"rank {self.log.rank}, " if len(self.ranks) > 1 else ""
         if event is None:
-            return f"the beginning of {self.folder}: {len(self.log):,} events"
-        return f"seq {event.seq}: {event.engine}'s {event.event}, epoch {event.epoch}, iteration {event.iteration}"
+            return f"{rank}the beginning of {self.folder}: {len(self.log):,} events"
+        return (
+            f"{rank}seq {event.seq}: {event.engine}'s {event.event}, epoch {event.epoch}, iteration {event.iteration}"
+        )
 
     def next(self, count: int = 1) -> LoggedEvent | None:
         """Move forward by this many events, or to the last; returns it, or None if it already was the current one."""
@@ -164,6 +167,11 @@ class Debugger(SteppingDebugger):
             max_bytes: size of the largest checkpoint to read; None for any.
         """
         return recorded_handlers(self.folder, self.state.iteration, max_bytes)
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks that have a log: those of the processes that trained together."""
+        return logged_ranks(self.log.folder)
 
     @property
     def engines(self) -> list[str]:

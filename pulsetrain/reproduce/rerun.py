@@ -131,10 +131,11 @@ class Rerun:
         self.check = EventCheck(iter(()))
         self.start = self.end = 0  # iterations
         self._stops: set[int] = set()  # iterations after which the recorded run ended and was resumed
-        if checkpoint is None:
-            if run is not None:
-                self.recorder.repeat(EventLog(run))
-        else:
+        self.cut_short = False  # whether all processes have ended since one differs
+        self._control = trainer.agreement.control
+        if run is not None:
+            self.recorder.repeat(EventLog(run, self.recorder.rank), resumed=checkpoint is not None)
+        if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
             self.start = self.end = trainer.state.iteration
         self.tensors = TensorCheck(trainer, run, detached) if run is not None else None
@@ -151,8 +152,11 @@ class Rerun:
         iteration is over. On an accelerator, values are compared when they reach the host, so the run may be some
         iterations further when a difference is found.
 
+        Several processes end together: at the iteration after which one of them differs, or all have compared theirs.
+        An exception in one of them is raised, in each, since they are no longer at the same place.
+
         Args:
-            expected: the recorded events.
+            expected: the recorded events of this process.
             last: iteration of the last expected event, if known.
         """
         trainer = self.trainer
@@ -166,12 +170,18 @@ class Rerun:
             if expected.end is not None and not self.check.waiting and engine.state.iteration > expected.end.iteration:
                 engine.terminate(reason=COMPARED)
 
-        self.check = _TerminatingCheck(expected, trainer)
-        if not self.check.waiting and expected.end is None:
+        shared = self._control.is_shared
+        self.check = EventCheck(iter(expected), OPTIONAL) if shared else _TerminatingCheck(expected, trainer)
+        if not any(self._control.gather(self.check.waiting or expected.end is not None)):
             return
         self.recorder.resume_check = self.check
         trainer.add_event_handler(Events.ITERATION_COMPLETED, flush, phase=Phase.PERSIST)
-        trainer.add_event_handler(Events.ITERATION_STARTED, stop_after_the_end)
+        if shared:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, self._end_together, expected, phase=Phase.PERSIST)
+            if self.tensors is not None and last is not None:
+                self.tensors.end_at(last)
+        else:
+            trainer.add_event_handler(Events.ITERATION_STARTED, stop_after_the_end)
         self._stops = expected.stops
         ended_at = -1
         while ended_at < 0 or (self._is_expected_to_continue() and trainer.state.iteration > ended_at):
@@ -181,14 +191,30 @@ class Rerun:
             try:
                 trainer.train()
             except Exception:  # of the run itself: `ending` finds it in the log
+                if shared:
+                    raise
                 self.recorder.flush()
         self.end = trainer.state.iteration
         self.recorder.resume_check = None
         self.recorder.detach()
 
+    def _end_together(self, expected: ExpectedEvents) -> None:
+        """Of several processes: end in all of them once each has compared its log, or one differs.
+
+        What follows an iteration, such as the end of its epoch, is compared before the next one is complete.
+        """
+        end, iteration = expected.end, self.trainer.state.iteration
+        done = not self.check.waiting and (end is None or iteration > end.iteration)
+        differs = self.check.divergence is not None
+        finished, differing = self._control.sum([done, differs], "what has been compared")
+        if differing or finished == self._control.ranks.world_size:
+            self.cut_short = differing > 0
+            self.recorder.resume_check = None  # what follows is only this end
+            self.trainer.terminate(reason=COMPARED, observed=True, alike=True)
+
     def ending(self) -> LoggedEvent | None:
         """The exception or termination that ended this run; None if the comparison ended it."""
-        if not log_files(self.recorder.folder)[0].exists():
+        if not log_files(self.recorder.folder, self.recorder.rank)[0].exists():
             return None  # the recorded log holds nothing to compare, so nothing was run
         ends = list(self.log().read(engine=self.trainer.name, event=ENDINGS))
         return next((event for event in reversed(ends) if not _is_ours(event) and not self._is_stop(event)), None)
@@ -202,9 +228,9 @@ class Rerun:
         self.recorder.resume_check = self.check
 
     def _is_expected_to_continue(self) -> bool:
-        """Whether the recorded run ended here, too, and was resumed."""
+        """Whether the recorded run ended here, too, and was resumed; of several processes, that of each."""
         undecided = self.check.waiting and self.check.divergence is None
-        return undecided and self.trainer.state.iteration in self._stops
+        return all(self._control.gather(undecided and self.trainer.state.iteration in self._stops))
 
     def _is_stop(self, event: LoggedEvent) -> bool:
         return event.iteration in self._stops and event.iteration < self.end
@@ -214,8 +240,8 @@ class Rerun:
         return fingerprint_of(self.trainer.model, self.trainer.optimizer)
 
     def log(self) -> EventLog:
-        """The log of this run."""
-        return EventLog(self.recorder.folder)
+        """The log of this run, in this process."""
+        return EventLog(self.recorder.folder, self.recorder.rank)
 
     def rows(self, iteration: int) -> Sequence[object] | None:
         """The indices of that iteration's batch in the data; None if the loader decides the order itself."""

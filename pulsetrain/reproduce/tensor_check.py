@@ -11,7 +11,11 @@ import torch
 
 from pulsetrain.engine import CheckpointError, Events, Phase
 from pulsetrain.engine.checkpoint import Location, find_checkpoints, load_checkpoint
+from pulsetrain.engine.checkpoint.pieces import StoredTensor
 from pulsetrain.engine.checkpoint.reader import step_of
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.saved_shards import sharded_like
+from pulsetrain.engine.distributed.shards import is_shard, local
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.trainer import Trainer
 
@@ -19,6 +23,7 @@ __all__ = ["TensorCheck", "final_line"]
 
 _ENDS = (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 _PARTS = ("model", "modules", "optimizer", "strategy", "handlers")
+_UNREADABLE = "the checkpoint cannot be read"  # in place of the event of its save
 
 
 class TensorCheck:
@@ -28,6 +33,7 @@ class TensorCheck:
     rerun does not fire it there, such as COMPLETED in the middle of a run that was extended, at the last event before.
     For a checkpoint that does not name its event, such as one that `save_checkpoint` made, the end of the iteration, of
     the epoch or of the run must agree. Handlers that the repeated run does not have, or has detached, are left out.
+    Of several processes, the main one compares its tensors, or each its part of them.
 
     Args:
         trainer: it repeats the run.
@@ -55,6 +61,10 @@ class TensorCheck:
         """The first tensor that differs, with its checkpoint."""
         return next((found for _, found in sorted(self._found.items()) if found is not None), None)
 
+    def end_at(self, iteration: int) -> None:
+        """Leave out the checkpoints after this iteration, which the trainer may still go through."""
+        self._expected = {step: path for step, path in self._expected.items() if step <= iteration}
+
     def _look(self, event: str) -> None:
         step = self._trainer.state.iteration
         if step not in self._before:  # the run continued without that event
@@ -63,15 +73,11 @@ class TensorCheck:
         path = self._expected.get(step)
         if path is None:
             return
-        try:
-            saved = self._read(step, path)
-        except CheckpointError as error:  # nothing to compare with
+        found, moment = self._compared(step, path)
+        if moment == _UNREADABLE:
             del self._expected[step]
-            self._found[step] = f"iteration {step}: {error}"
+            self._found[step] = found
             return
-        difference = _difference(saved, self._trainer.checkpoint_state(), self._repeated())
-        found = difference and f"iteration {step}, checkpoint {path.name}: {difference}"
-        moment = _moment_of(saved, step)
         if moment is not None and event != moment:
             self._before[step] = found
             return
@@ -80,6 +86,26 @@ class TensorCheck:
         if moment is not None or found is None:
             del self._expected[step]
 
+    def _compared(self, step: int, path: Location) -> tuple[str | None, str | None]:
+        """The difference, and the event of the save: the same in every process."""
+        trainer = self._trainer
+        control, found, moment = trainer.agreement.control, None, None
+        if control.ranks.is_main or is_sharded(trainer.model):
+            try:
+                saved = self._read(step, path)
+                difference = _difference(saved, trainer.checkpoint_state(), self._repeated())
+            except CheckpointError as error:  # nothing to compare with
+                found, moment = f"iteration {step}: {error}", _UNREADABLE
+            else:
+                found = difference and f"iteration {step}, checkpoint {path.name}: {difference}"
+                moment = _moment_of(saved, step)
+        control.wait_for_main()
+        everyone = control.gather((found, moment))
+        unreadable = [each for each in everyone if each[1] == _UNREADABLE]
+        if unreadable:
+            return unreadable[0]
+        return next((difference for difference, _ in everyone if difference), None), everyone[0][1]
+
     def _repeated(self) -> set[str]:
         """The names of the handlers that see the repeated run."""
         handlers = self._trainer.registry.stateful()
@@ -87,7 +113,7 @@ class TensorCheck:
 
     def _read(self, step: int, path: Location) -> Mapping[str, Any]:
         if self._saved[0] != step:
-            self._saved = step, upgrade(load_checkpoint(path))
+            self._saved = step, upgrade(load_checkpoint(path, in_pieces=_PARTS))
         return self._saved[1]
 
 
@@ -127,6 +153,10 @@ def _differences(name: str, saved: object, now: object) -> Iterator[str]:
 
     Other values are not compared: a handler may keep measured times, paths and names of a run.
     """
+    if is_shard(now):
+        saved, now = local(sharded_like(saved, now)), local(now)
+    elif isinstance(saved, StoredTensor):
+        saved = saved.whole()
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in [*saved, *(key for key in now if key not in saved)]:
             yield from _differences(f"{name}.{key}", saved.get(key), now.get(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -105,9 +105,9 @@ class Agreement:
             warden.stop()
 
     def check_alike(
-        self, config: TrainingConfig, model: nn.Module, loader: Iterable[object], device: torch.device
+        self, config: TrainingConfig, model: object, loader: Iterable[object], device: torch.device
     ) -> None:
-        """Refuse ranks that were started differently.
+        """Refuse ranks that were started differently; `model` may be several modules by name.
 
         Raises:
             ConfigurationError: they were; the message names a rank, what differs, and both values.
@@ -115,7 +115,13 @@ class Agreement:
         if not self.is_shared:
             return
         settings = {each.name: getattr(config, each.name) for each in fields(config)}
-        shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if hasattr(each, "shape")}
+        modules = model if isinstance(model, Mapping) else {"": model}
+        shapes = {
+            (part, name): tuple(each.shape)
+            for part, module in modules.items()
+            for name, each in (module.state_dict().items() if isinstance(module, nn.Module) else ())
+            if hasattr(each, "shape")
+        }
         environment = describe_environment(device)
         here: dict[str, object] = {"host": socket.gethostname(), "pid": os.getpid(), "environment": environment}
         self.processes = self.control.gather(here)

@@ -19,6 +19,9 @@ class _Absent:
     def __repr__(self) -> str:
         return "absent"
 
+    def __reduce__(self) -> str:  # another process gets its own `ABSENT`
+        return "ABSENT"
+
 
 ABSENT = _Absent()  # a field's value on the side without the field
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["EventLog", "ReadOptions", "logged_ranks", "read_ranks"]
 
 _ATTEMPTS = 4  # to read a log that seems damaged: it may be being written
-_RANK_FILE = re.compile(r"events\.rank(\d+)\.jsonl\.zst")
+_RANK_FILE = re.compile(r"events\.rank(\d+)\.jsonl\.zst|tail\.rank(\d+)\.jsonl")
 
 Range = tuple[int | None, int | None]  # first and last, both included; None for no bound
 
@@ -82,8 +82,11 @@ class EventLog:
         self.folder, self._rank = folder, rank
         self._sealed, self._tail = log_files(folder, rank)
         if not self._sealed.exists() and not self._tail.exists():
+            there = ", ".join(map(str, _ranks_in(folder)))
             raise RecordingError(
-                f"{path}: holds no event log; name a run folder with events/ in it, which an EventRecorder writes"
+                f"{path}: has no log of rank {rank}; there are the logs of these ranks: {there}"
+                if there
+                else f"{path}: holds no event log; name a run folder with events/ in it, which an EventRecorder writes"
             )
         self.refresh()
 
@@ -114,6 +117,11 @@ class EventLog:
             other = damage_of_another_run(self._sealed, self.run_id, self.run_folder)
             self.damage.extend([other] if other is not None else [])
         self._recomputed: list[Damage] = []  # reported losses whose events a resumed run has computed again
+
+    @property
+    def rank(self) -> int:
+        """The rank whose log it is."""
+        return self._rank
 
     @property
     def run_folder(self) -> Path:
@@ -310,11 +318,13 @@ def logged_ranks(path: str | Path) -> list[int]:
     """The ranks that have a log in a run folder, or in its folder `events`; rank 0 if none has."""
     folder = Path(path)
     folder = folder / "events" if (folder / "events").is_dir() else folder
+    return _ranks_in(folder) or [0]
+
+
+def _ranks_in(folder: Path) -> list[int]:
     files = folder.iterdir() if folder.is_dir() else ()
-    ranks = {int(match[1]) for file in files if (match := _RANK_FILE.fullmatch(file.name))}
-    if not ranks or any(file.exists() for file in log_files(folder)):
-        ranks.add(0)
-    return sorted(ranks)
+    ranks = {int(match[1] or match[2]) for file in files if (match := _RANK_FILE.fullmatch(file.name))}
+    return sorted(ranks | {0} if any(file.exists() for file in log_files(folder)) else ranks)
 
 
 def read_ranks(path: str | Path, **query: Unpack[ReadOptions]) -> Iterator[tuple[int, LoggedEvent]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pulsetrain.cli.commands.rank_option import add_rank
+
 __all__ = ["add_arguments"]
 
 HELP = "step through a recorded run, forward and back"
@@ -21,6 +23,7 @@ examples:
   pulsetrain debug runs/a
   pulsetrain debug runs/a/crash/iteration-000048210
   pulsetrain debug runs/a --live --at 48210
+  pulsetrain debug runs/b --rank 1
   printf 'break on validation_completed if metrics["val/loss"] > 3\\ncontinue\\nstate\\n' | pulsetrain debug runs/a
 
 exit status: 0 done; 2 wrong input, or a command from a pipe that failed; 3 the log is damaged
@@ -31,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder, or a crash bundle: RUN/crash/NAME")
     parser.add_argument("--engine", help="the engine to follow; by default the trainer")
+    add_rank(parser)
     parser.add_argument(
         "--live",
         action="store_true",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pulsetrain.cli.commands.rank_option import add_rank
+
 __all__ = ["add_arguments"]
 
 HELP = "compare two runs event by event"
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", action="store_true", help="compare the processes of one run with each other, in what they share"
     )
-    parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's logs, where several recorded")
+    add_rank(parser)
     parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance for floats [0]")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance for floats [0]")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="the format of the output")

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from pulsetrain.cli.commands.rank_option import add_rank
 from pulsetrain.export.event_formats import FORMATS
 
 __all__ = ["add_arguments"]
@@ -31,7 +32,7 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's log, where several recorded")
+    add_rank(parser)
     parser.add_argument("--engine", help="only events of this engine, such as trainer")
     parser.add_argument(
         "--event", action="append", help="only events of this type, such as epoch_completed; repeatable"

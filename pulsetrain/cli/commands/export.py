@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pulsetrain.cli.commands.rank_option import add_rank
+
 __all__ = ["ENDINGS", "add_arguments"]
 
 ENDINGS = {"perfetto": ".perfetto.json.gz", "tensorboard": ".tensorboard", "csv": ".csv"}
@@ -22,6 +24,7 @@ EPILOG = """\
 examples:
   pulsetrain export runs/a --format perfetto
   pulsetrain export runs/a --format csv --into a.csv --force
+  pulsetrain export runs/b --format perfetto --rank 1
 
 exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part was exported
 """
@@ -30,6 +33,7 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    add_rank(parser)
     parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="the format")
     parser.add_argument(
         "--into",

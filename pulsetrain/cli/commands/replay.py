@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pulsetrain.cli.commands.rank_option import add_rank
+
 __all__ = ["add_arguments"]
 
 HELP = "show what a handler with other settings would have done"
@@ -39,5 +41,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a handler, such as early_stopping, or the class path of your own",
     )
     parser.add_argument("--engine", metavar="NAME", help="the engine to attach to; by default the trainer")
-    parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's log, where several recorded")
+    add_rank(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table", help="the format of the output")

@@ -8,19 +8,24 @@ from pathlib import Path
 __all__ = ["add_arguments"]
 
 HELP = "train a recorded run again and compare"
+SYNOPSIS = "pulsetrain verify RUN [--from ITERATION] [--to ITERATION] [--launch.nproc N]"
 DESCRIPTION = """\
 Train a part of a recorded run again, from the nearest checkpoint before it, and compare
 every event with the recorded one, floats bit for bit. The command stops at the first
 difference and reports it, with the batch and the likely cause. The trainer is built
 from the run's config.yaml. The run's folder is only read.
+
+A run that N processes have trained is repeated by as many, with --launch.nproc N or under
+torchrun; each compares its own log, and the main one prints what was found.
 """
 EPILOG = """\
 examples:
   pulsetrain verify runs/a
   pulsetrain verify runs/a --from 48000 --to 48300
+  pulsetrain verify runs/b --launch.nproc 2
 
-exit status: 0 reproduced bit for bit; 1 not reproduced; 2 wrong input; 3 the log is damaged or some iterations could
-not be compared, the rest reproduced
+exit status: 0 reproduced bit for bit; 1 not reproduced, or one of several processes failed; 2 wrong input; 3 a log is
+damaged or missing, or some iterations could not be compared, the rest reproduced
 """
 
 
