@@ -215,6 +215,7 @@ def test_another_number_of_processes_is_refused_before_anything_is_made(recorded
         assert re.search(rf"by 1 process, and 2 processes would repeat it.*: pulsetrain verify {one}$", said)
 
 
+@pytest.mark.slow
 def test_iterations_of_several_numbers_of_processes_are_refused(tmp_path: Path):
     """Two, then one, then two again."""
 
@@ -278,6 +279,7 @@ def test_runs_that_were_killed_or_ended_early_are_repeated(tmp_path: Path):
     assert "was ended by terminate" in str(found["not stopped"])
 
 
+@pytest.mark.slow
 def test_errors_are_not_repeated_and_one_of_the_rerun_ends_all(recorded: Path, tmp_path: Path):
     in_processes(lambda rank: failing(tmp_path, rank, 12).train())
     found = results({"failed": lambda rank: verify(tmp_path, lambda folder: failing(folder, rank, 12))})["failed"]
@@ -288,12 +290,12 @@ def test_errors_are_not_repeated_and_one_of_the_rerun_ends_all(recorded: Path, t
     assert "PeerFailed: rank 1 has failed at epoch 2, iteration 12" in ended[0].error
 
 
-@pytest.mark.parametrize("topology", [{"shard": 2}])
-def test_sharded_models_are_verified(topology: dict[str, int], tmp_path: Path):
+@pytest.mark.slow
+def test_sharded_models_are_verified(tmp_path: Path):
     def make_sharded(run: Path, seed: int = 0) -> Trainer:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-        return build(run, model=model, backend=TorchBackend("cpu", topology=Topology(**topology)))
+        return build(run, model=model, backend=TorchBackend("cpu", topology=Topology(shard=2)))
 
     assert {each.error for each in in_processes(lambda rank: len(make_sharded(tmp_path).train()))} == {""}
     other = shutil.copytree(tmp_path, tmp_path.with_name("other"))
