@@ -135,6 +135,7 @@ def test_every_rank_compares_its_own_log(recorded: Path, tmp_path: Path):
         "after it": lambda run: rewrite(run, 1, with_another_loss),
         "rank 0": lambda run: rewrite(run, 0, with_another_loss),
         "empty": lambda run: rewrite(run, 1, lambda event: None),
+        "observed": lambda run: rewrite(run, 1, lambda event: replace(event, ord=-1)),
         "short": lambda run: rewrite(run, 1, cut_at(20)),
         "up to there": lambda run: rewrite(run, 1, cut_at(20)),
         "missing": lambda run: remove(run, 1),
@@ -187,6 +188,7 @@ def test_every_rank_compares_its_own_log(recorded: Path, tmp_path: Path):
     for name, reason in {
         "empty": "the log of rank 1 ends at iteration 0, and nothing was trained",
         "short": "the log of this process ends at iteration 20, and another one at 40",
+        "observed": "the log of this process holds no event that can be compared",
         "missing": "nothing was trained: .*: has no log of rank 1; there are the logs of these ranks: 0",
         "rank 0 missing": "nothing was trained: .*: has no log of rank 0; there are the logs of these ranks: 1",
         "damaged": "the log is damaged",
