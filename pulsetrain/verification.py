@@ -125,6 +125,8 @@ def verify(
         if divergence is None:
             if rerun.cut_short:
                 unseen = f"iterations after {rerun.end} were not compared, since another process differs"
+            elif control.is_shared and not check.agreed:
+                unseen = "the log of this process holds no event that can be compared"
             elif check.next is None and rerun.end < goal:
                 unseen = f"iterations {rerun.end + 1} to {goal} were not compared"
             elif control.is_shared and ends[rank].reached < goal:

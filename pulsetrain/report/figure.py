@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pulsetrain.report.curve import POINTS, Floats
 from pulsetrain.report.facts import Facts
 from pulsetrain.report.marks import ROWS, Mark
+from pulsetrain.report.processes import Processes
 from pulsetrain.report.record import EACH_ITERATION, RATES, RunRecord
 
 __all__ = ["PALETTE", "Plotly", "ReportedRun", "figure_of"]
@@ -51,6 +52,12 @@ class ReportedRun:
     color: str
     record: RunRecord
     facts: Facts
+    processes: Processes | None = None  # of several
+
+    @property
+    def damage(self) -> list[str]:
+        """The damaged parts of its logs."""
+        return [*self.record.damage, *(self.processes.damage if self.processes is not None else ())]
 
 
 def figure_of(runs: Sequence[ReportedRun]) -> Plotly:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from pulsetrain.engine.metrics import infer_mode
+from pulsetrain.engine.recording.diff.result import describe_event
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.facts import ABSENT, Row, compared, settings_of
@@ -35,6 +36,7 @@ def page_of(runs: Sequence[ReportedRun], chart: str) -> str:
         *_damage(runs),
         f'<div class="cards">{"".join(_card(run, runs) for run in runs)}</div>',
         *_best(runs),
+        *_processes(runs),
         f'<section class="chart"><p class="hint">{HINT}</p>{chart}</section>',
         _table("Configuration", runs, compared(settings_of([run.facts for run in runs]))),
         _table("Environment", runs, compared([run.facts.environment for run in runs])),
@@ -57,7 +59,7 @@ HINT = (
 
 
 def _damage(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    found = [(run.name, damage) for run in runs for damage in run.record.damage]
+    found = [(run.name, damage) for run in runs for damage in run.damage]
     if found:
         items = "".join(f"<li><b>{escape(name)}</b>: {escape(damage)}</li>" for name, damage in found[:SHOWN_DAMAGE])
         if len(found) > SHOWN_DAMAGE:
@@ -114,6 +116,34 @@ def _best(runs: Sequence[ReportedRun]) -> Iterator[str]:
     if rows:
         title = "Best validation values" if len(names) == len(validated) else "Best values"
         yield _folded(title, _grid(_heads(runs), rows, "best"), open=len(rows) <= SHORT)
+
+
+def _processes(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    """Of each run of several processes: a table of them, and what they say together."""
+    heads = "".join(f'<th scope="col">{each}</th>' for each in ("host", "last event", "", "step", "waiting for data"))
+    for run in runs:
+        found = run.processes
+        if found is None:
+            continue
+        rows = []
+        for each in found.each:
+            last = ABSENT if each.position is None else describe_event(each.position.event)
+            times = _milliseconds(each.step), _milliseconds(each.loading)
+            cells = "".join(f"<td>{escape(cell)}</td>" for cell in (each.host or ABSENT, last, each.state, *times))
+            marked = " class=differs" if each.is_waited_for or each.position is None else ""
+            rows.append(f'<tr{marked}><th scope="row">rank {each.rank}</th>{cells}</tr>')
+        alarms = {"first error": found.error, "diverged": found.diverged}
+        alarms |= {} if found.agree else {"logs": found.agreement}
+        agreed = f"<dt>logs</dt><dd>{escape(found.agreement)}</dd>" if found.agree else ""
+        listed = agreed + "".join(
+            f"<dt>{name}</dt><dd class=failed>{escape(text)}</dd>" for name, text in alarms.items() if text
+        )
+        title = "Processes" if len(runs) == 1 else f"Processes of {escape(run.name)}"
+        yield _folded(title, f'{_grid(heads, rows)}<dl class="processes">{listed}</dl>')
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return ABSENT if seconds is None else f"{1e3 * seconds:,.1f} ms"
 
 
 def _best_cell(found: tuple[float, int] | None, top: float, runs: int) -> str:

@@ -14,6 +14,7 @@ from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.facts import read_facts
 from pulsetrain.report.figure import PALETTE, ReportedRun, figure_of
 from pulsetrain.report.page import page_of
+from pulsetrain.report.processes import read_processes
 from pulsetrain.report.record import RunRecord
 
 __all__ = ["Report", "write_report"]
@@ -67,7 +68,8 @@ def write_report(
     found = []
     for index, (name, log) in enumerate(zip(names, logs, strict=True)):
         record = RunRecord(log)
-        found.append(ReportedRun(name, PALETTE[index % len(PALETTE)], record, read_facts(record.folder)))
+        color, folder = PALETTE[index % len(PALETTE)], record.folder
+        found.append(ReportedRun(name, color, record, read_facts(folder), read_processes(folder)))
     chart: str = io.to_html(
         graphs.Figure(figure_of(found)), config=CHART, include_plotlyjs=True, include_mathjax=False, full_html=False
     )
@@ -78,7 +80,7 @@ def write_report(
         raise RunFolderError(
             f"cannot be written ({error.strerror}); choose another file", "report", into=str(path)
         ) from error
-    damage = tuple(f"{run.name}: {each}" for run in found for each in run.record.damage)
+    damage = tuple(f"{run.name}: {each}" for run in found for each in run.damage)
     return Report(path, len(content), sum(len(run.record.curves) for run in found), damage)
 
 

@@ -64,6 +64,7 @@ def test_a_rank_that_never_comes_is_named(absent: int):
     assert "within 1 s" in ended.error
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_for_a_collective_is_named():
     def body(rank: int) -> None:
         control = join(timeout=1.0)

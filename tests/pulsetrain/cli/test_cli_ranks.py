@@ -17,7 +17,7 @@ ERROR = {"__type__": "builtins.ValueError", "message": "no such row"}
 
 
 def write(run: Path, rank: int, *more: LoggedEvent) -> None:
-    """Two iterations with a loss by which the rank can be told apart."""
+    """Two iterations with a loss by which the ranks are distinguished."""
     writer = LogWriter(run / "events", rank)
     events = [LoggedEvent(0, "trainer", "started")]
     events += [LoggedEvent(0, "trainer", "iteration_completed", 1, at, output={"loss": rank + at}) for at in (1, 2)]

@@ -74,7 +74,7 @@ def test_a_signal_does_not_wait_for_a_log_point():
     assert first.value[1:] == (143, True)
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ctrl_c_in_one_process_of_a_plain_script_is_one_in_all(who: int):
     def body(rank: int) -> None:
         made = make(linear(), DataLoader(pairs(16), 4), max_epochs=1000)

@@ -77,6 +77,7 @@ def test_a_rank_whose_process_is_stopped_is_named(tmp_path: Path, monkeypatch: p
     assert time.monotonic() - begun < 20.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_a_run_early_is_not_taken_for_a_stopped_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.05, grace=0.1, silence=0.3))
 
@@ -90,6 +91,7 @@ def test_a_rank_that_leaves_a_run_early_is_not_taken_for_a_stopped_one(monkeypat
     assert [each.error for each in in_processes(body)] == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_failure_that_was_caught_does_not_end_the_next_run():
     def body(rank: int) -> Any:
         first = make(linear(), DataLoader(pairs(16), 4))

@@ -64,7 +64,7 @@ def iterations_in(run: Path, rank: int) -> list[int]:
     return [event.iteration for event in EventLog(run, rank).read(engine="trainer", event="iteration_completed")]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_each_rank_continues_its_log_after_kills(who: int, tmp_path: Path):
     kill_at(18, tmp_path, who)
     kill_at(31, tmp_path, 1 - who)
@@ -80,6 +80,7 @@ def test_each_rank_continues_its_log_after_kills(who: int, tmp_path: Path):
     assert found.agreed > 4 * ITERATIONS
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_not_there_for_a_while_has_a_log_with_a_gap(tmp_path: Path):
     kill_at(10, tmp_path, 0)
     in_one = in_processes(lambda rank: stop_at(tmp_path, 21), 1)

@@ -26,7 +26,13 @@ from tests.support.runs_of_shards import KINDS, apart, saving, trained, whole_of
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("fsdp", "one"), ("fsdp", "ddp"), ("ddp", "fsdp"), ("one", "fsdp"), ("fsdp", "fsdp")]
+    ("first", "then"),
+    [
+        ("fsdp", "fsdp"),
+        ("fsdp", "one"),
+        ("one", "fsdp"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("fsdp", "ddp"), ("ddp", "fsdp"))),
+    ],
 )
 def test_a_checkpoint_of_any_topology_resumes_on_any_other(first: str, then: str, tmp_path: Path):
     def cut(rank: int) -> None:
@@ -68,6 +74,7 @@ def test_a_checkpoint_of_shards_has_whole_tensors_and_the_ranking_of_all(tmp_pat
             torch.testing.assert_close(saved["optimizer"]["state"][index][name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_on_the_main_process_fails_on_all(tmp_path: Path):
     def run(rank: int) -> Any:
         made = saving(tmp_path / "run", rank, "fsdp")
@@ -95,7 +102,7 @@ def test_a_save_that_fails_on_the_main_process_fails_on_all(tmp_path: Path):
     assert [each[:2] for each in ended[1].value] == [(7, 3), (10, 9)]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_process_ends_all_with_a_checkpoint(who: int, tmp_path: Path):
     def run(rank: int) -> Any:
         made = saving(tmp_path / "run", rank, "fsdp", max_epochs=400)
@@ -113,6 +120,7 @@ def test_a_signal_to_one_process_ends_all_with_a_checkpoint(who: int, tmp_path: 
     assert int(newest.name[:9]) == first.value
 
 
+@pytest.mark.slow
 def test_a_save_that_raises_on_the_main_process_ends_all(tmp_path: Path):
     def run(rank: int) -> None:
         made = saving(tmp_path / "run", rank, "fsdp")
@@ -146,7 +154,7 @@ def test_each_process_writes_its_part_alone_and_none_of_it_as_code(tmp_path: Pat
     assert rows == [[(3, 4), (3, 4)], [(2, 4), (2, 4)]]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_full_disk_of_any_process_fails_the_save_on_all(who: int, tmp_path: Path):
     def run(rank: int) -> Any:
         made = saving(tmp_path / "run", rank, "fsdp")
@@ -219,6 +227,7 @@ def test_a_save_in_the_background_is_of_the_iteration_in_which_it_was_begun(tmp_
             assert repr(one[part]) == repr(other[part])
 
 
+@pytest.mark.slow
 def test_a_run_whose_saves_are_made_in_the_background_resumes_bit_for_bit(tmp_path: Path):
     def cut(rank: int) -> None:
         made = saving(tmp_path / "run", rank, "fsdp", {"background": True})
@@ -273,7 +282,10 @@ def test_a_cadence_or_form_that_processes_cannot_share_is_refused(options: dict[
 @pytest.mark.parametrize(
     "average", [lambda: EMA(0.9), lambda: SWA(after_update=2, every=Every(updates=1))], ids=["EMA", "SWA"]
 )
-@pytest.mark.parametrize(("first", "then"), [("fsdp", "fsdp"), ("fsdp", "one"), ("one", "fsdp")])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("fsdp", "fsdp"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("fsdp", "one"), ("one", "fsdp")))],
+)
 def test_an_average_of_shards_is_validated_saved_and_resumed(average: Any, first: str, then: str, tmp_path: Path):
     def cut(rank: int) -> None:
         made = saving(tmp_path / "run", rank, first, None, average())

@@ -132,7 +132,7 @@ def counted(made: Trainer) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["copies", "sharded"])
+@pytest.mark.parametrize("kind", ["copies", pytest.param("sharded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ranks_with_other_numbers_of_batches_learn_what_one_process_learns(kind: str, accumulate: int):
     """Every sample counts once, whichever rank has more of them; also in validation."""
@@ -177,7 +177,7 @@ def test_ranks_with_other_numbers_of_batches_learn_what_one_process_learns(kind:
             )
 
 
-@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("more", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_resumes_bit_for_bit_from_each_of_its_iterations(more: int, tmp_path: Path):
     """Before and after a rank has ended, and with gradients that wait; the batch that is read ahead is not trained."""
     rows = 23  # 2 and 4 batches
@@ -225,6 +225,7 @@ def test_a_run_resumes_bit_for_bit_from_each_of_its_iterations(more: int, tmp_pa
         assert len(seen) + len(theirs) == sum(batches[at:]), (number, at)
 
 
+@pytest.mark.slow
 def test_an_iterator_loses_nothing_at_a_bound_inside_of_a_pass():
     def body(rank: int) -> Any:
         loader = iter(Batches(range(rank * 100, rank * 100 + SIZE * (10 - 3 * rank))))
@@ -278,7 +279,7 @@ class Lying(Batches):
         return 4
 
 
-@pytest.mark.parametrize("batches", [3, 5])
+@pytest.mark.parametrize("batches", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_length_that_one_rank_does_not_keep_is_named(batches: int):
     def body(rank: int) -> None:
         loader = Lying(range(SIZE * (batches if rank else 4)))
