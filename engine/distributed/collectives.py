@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,12 +20,14 @@ from pulsetrain.engine.distributed.failures import FailureBoard
 from pulsetrain.engine.distributed.ranks import Ranks
 from pulsetrain.engine.errors import PeerFailed
 
-__all__ = ["ControlGroup"]
+__all__ = ["PATIENCE", "ControlGroup"]
 
 T = TypeVar("T")
 _WIDTH = 63  # numbers that are summed at once
-_PATIENCE = 1800.0  # seconds that a rank may take to save
+PATIENCE = 1800.0  # seconds that a rank may take to save
 _POLL = 0.02  # seconds between two looks for what it posts
+_SLICE = 5.0  # seconds between two looks at what the others do, while this one waits for them
+_STILL_GOING = "Operation timed out"  # in torch's error for a collective that continues after a wait
 _SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
 
 
@@ -55,6 +59,7 @@ class ControlGroup:
         self.calls = 0  # collectives so far
         self._group, self._store = group, store
         self._waits = 0  # for the main process
+        self._busy = 0  # blocks of `busy` that this rank is in
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         readers = others if host == ranks.rank else ()
         self.board = None if store is None else FailureBoard(store, ranks.rank, readers, host)
@@ -97,7 +102,7 @@ class ControlGroup:
 
         def wait() -> list[float]:
             if begun:
-                self._explain(what, begun[0].wait)
+                self._explain(what, lambda: self._wait(begun[0]))
                 begun.clear()
                 if vector[0].item() != float(tag) * self.ranks.world_size:
                     raise self._elsewhere(what)
@@ -109,6 +114,7 @@ class ControlGroup:
         """The value of each rank, in their order; values have to be picklable."""
         if self._group is None:
             return [value]
+        self.sum([], "gathering")  # waits as long as need be, with an error for ranks at different places
         found: list[T | None] = [None] * self.ranks.world_size
         self._meet("gathering", lambda: torch.distributed.all_gather_object(found, value, group=self._group))
         return found  # type: ignore[return-value]  # all were given
@@ -117,6 +123,7 @@ class ControlGroup:
         """The main rank's value, in every process."""
         if self._group is None:
             return value
+        self.sum([], "a broadcast")
         values = [value]
         self._meet("a broadcast", lambda: torch.distributed.broadcast_object_list(values, src=0, group=self._group))
         return values[0]
@@ -161,6 +168,23 @@ class ControlGroup:
         else:
             self.posted(key, 0, "it")
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around what this rank does by itself and may take longer than the timeout: the others wait for it."""
+        if self._store is None:
+            yield
+            return
+        self._busy += 1
+        if self._busy == 1:
+            self._store.set(f"busy/{self.ranks.rank}", "yes")
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                with suppress(RuntimeError):  # the store has ended
+                    self._store.set(f"busy/{self.ranks.rank}", "no")
+
     def post(self, key: str, value: object) -> None:
         """Leave a value of JSON under a key of this rank; no collective, so any thread may do it."""
         if self._store is not None:
@@ -179,7 +203,7 @@ class ControlGroup:
         """
         assert self._store is not None
         assert self.board is not None
-        at, until = f"post/{key}/{rank}", time.monotonic() + _PATIENCE
+        at, until = f"post/{key}/{rank}", time.monotonic() + PATIENCE
         try:
             while not self._store.check([at]):
                 failure = self.board.first_of_others()
@@ -187,7 +211,7 @@ class ControlGroup:
                     raise failure.as_error()
                 if time.monotonic() > until:
                     raise PeerFailed(
-                        f"rank {rank} has not come within {_PATIENCE:g} s, while this one waited for {what}"
+                        f"rank {rank} has not come within {PATIENCE:g} s, while this one waited for {what}"
                     )
                 time.sleep(_POLL)
             return json.loads(self._store.get(at))
@@ -198,6 +222,7 @@ class ControlGroup:
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Give these tensors the values of the main rank, in place."""
+        self.sum([], "a broadcast")
         for tensor in tensors if self.is_shared else ():
             value = tensor.detach().cpu().contiguous()
             self._meet("a broadcast", partial(torch.distributed.broadcast, value, 0, group=self._group))
@@ -242,6 +267,31 @@ class ControlGroup:
             f"rank {rank} has come to {place} when this one came to {what}: they do not have the same number of "
             "batches, or a handler acts in one of them alone"
         )
+
+    def _wait(self, work: torch.distributed.Work) -> None:
+        """Wait until a collective has ended: as long as the timeout, and as long as another rank is busy."""
+        slice = min(self.timeout, _SLICE)
+        until = time.monotonic() + self.timeout
+        while True:
+            try:
+                work.wait(timedelta(seconds=slice))
+                return
+            except RuntimeError as error:
+                if _STILL_GOING not in str(error):
+                    raise
+                if self._is_another_busy():
+                    until = time.monotonic() + self.timeout
+                elif time.monotonic() >= until:
+                    raise
+
+    def _is_another_busy(self) -> bool:
+        assert self._store is not None
+        assert self.board is not None
+        failure = self.board.first_of_others()
+        if failure is not None:
+            raise failure.as_error()
+        keys = [f"busy/{rank}" for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
+        return any(self._store.check([key]) and self._store.get(key) == b"yes" for key in keys)
 
     def _meet(self, what: str, run: Callable[[], object]) -> None:
         self.calls += 1

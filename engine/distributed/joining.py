@@ -7,19 +7,20 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # part of torch's documented interface
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.collectives import PATIENCE, ControlGroup
 from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.distributed.ranks import Ranks, ranks
 from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 
-__all__ = ["check_alike", "join", "leave"]
+__all__ = ["busy", "check_alike", "join", "leave"]
 
 TIMEOUT = 60.0  # seconds
 _ALONE = "; tasks of srun that train a model each need RANK=0 and WORLD_SIZE=1"
@@ -57,10 +58,17 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
         atexit.register(leave)
     group = torch.distributed.group.WORLD
     if _joined is None or _joined[0] is not group:
-        gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
         shared = PrefixStore("pulsetrain", _store_beside(found, timeout) if store is None else store)
         _joined = group, ControlGroup(found, gloo, shared, timeout, host=None if _has_launcher() else 0)
     return _joined[1]
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """Around what one of several processes does by itself, such as saving: the others wait until it is done."""
+    with nullcontext() if _joined is None else _joined[1].busy():
+        yield
 
 
 def leave() -> None:

@@ -15,6 +15,7 @@ from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, Events, P
 from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.distributed.joining import busy
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import Mode
@@ -191,7 +192,8 @@ class BestModel(Handler):
             sync(partial)
 
         try:
-            Disk().replace_by(path, write)
+            with busy():
+                Disk().replace_by(path, write)
         except (OSError, RuntimeError) as error:  # torch raises a RuntimeError on a full disk
             # costs this file, not the run
             get_logger("handlers").warning(

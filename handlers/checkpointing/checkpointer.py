@@ -19,7 +19,7 @@ from pulsetrain.engine.checkpoint import (
     find_checkpoints,
     location_of,
 )
-from pulsetrain.engine.distributed.joining import join
+from pulsetrain.engine.distributed.joining import busy, join
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
@@ -215,7 +215,8 @@ class Checkpointer(Handler):
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable or has failed."""
-        self._settle(wait=True)
+        with nullcontext() if self._background is None else busy():
+            self._settle(wait=True)
 
     def form_for(self, engine: object) -> Form:
         """The form of this engine's checkpoints."""

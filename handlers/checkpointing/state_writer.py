@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from pulsetrain.engine import CheckpointSaved, Events, State
 from pulsetrain.engine.checkpoint import CheckpointManager, Form, Location
 from pulsetrain.engine.checkpoint.disk import sync
 from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.joining import busy
 from pulsetrain.engine.distributed.saved_shards import in_pieces
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import is_training_run
@@ -111,10 +113,11 @@ class StateWriter:
                 announce(saved(manager.size(path)))
 
             _sync(files)
-            return manager.save(
-                state, label, marked, step=iteration, keep=kept(), announce=durable, form=form,
-                prune=not background, unsaved=state.get("unsaved"), others=shared, target=target,
-            )  # fmt: skip
+            with nullcontext() if background else busy():
+                return manager.save(
+                    state, label, marked, step=iteration, keep=kept(), announce=durable, form=form,
+                    prune=not background, unsaved=state.get("unsaved"), others=shared, target=target,
+                )  # fmt: skip
 
         def lead(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
             assert shared is not None

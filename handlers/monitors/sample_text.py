@@ -13,6 +13,7 @@ from torch import nn
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Events, Every
 from pulsetrain.engine.argument_checks import check_number, check_type, check_whole_number
 from pulsetrain.engine.data import rng
+from pulsetrain.engine.distributed.joining import busy
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
@@ -115,7 +116,8 @@ class SampleText(Handler):
         if self._written_at == iteration:  # two cadences coincide
             return
         self._written_at = iteration
-        texts = self._texts(engine)
+        with busy():
+            texts = self._texts(engine)
         self.texts = texts
         for number, text in enumerate(texts, 1):
             publish_media(engine, "sample" if len(texts) == 1 else f"sample/{number}", "text", text)

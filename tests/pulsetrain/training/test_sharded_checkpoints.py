@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from pulsetrain import SignalWatch
-from pulsetrain.engine import ConfigurationError, Events, Every
+from pulsetrain.engine import LAST, ConfigurationError, Events, Every, Phase
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
+from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.handlers import EMA, SWA, Checkpointer
 from tests.support.ranks import in_processes
@@ -109,15 +111,21 @@ def test_a_signal_to_one_process_ends_all_with_a_checkpoint(who: int, tmp_path: 
         if rank == who:
             made.on(Events.ITERATION_COMPLETED(once=13))(lambda: os.kill(os.getpid(), signal.SIGTERM))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        saver = next(each for each in made.handlers if isinstance(each, Checkpointer))
+        preempted: list[int] = []
+        note = lambda: preempted.append(saver.saved_at)  # noqa: E731
+        made.bus.subscribe(Events.PREEMPTED, note, sender=made, phase=Phase.PERSIST, order=LAST)
         with SignalWatch(made):
             made.train()
-        return made.state.iteration
+        return made.state.iteration, saver.saved_at, preempted
 
     first, second = in_processes(run, limit=40)
     assert (first.error, second.error) == ("", "")
-    assert first.value == second.value
+    ((end, saved, before), (other, _, _)) = first.value, second.value
+    assert end == other == saved
+    assert all(at % 3 == 0 and at < 13 for at in [*before, *second.value[2]])  # not saved where the signal came
     newest = CheckpointManager(tmp_path / "run" / "checkpoints").valid()[-1]
-    assert int(newest.name[:9]) == first.value
+    assert int(newest.name[:9]) == end
 
 
 @pytest.mark.slow
@@ -312,3 +320,26 @@ def test_an_average_of_shards_is_validated_saved_and_resumed(average: Any, first
         assert apart({**found, "val": found["val"][-1:]}, {**whole, "val": whole["val"][-1:]}) < 1e-12
         assert apart(averaged, {"weights": expected, "val": whole["val"][-1:]}) < 1e-12
         assert averaged["weights"] != found["weights"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_save_may_take_longer_than_a_rank_may_be_late(kind: str, tmp_path: Path):
+    def run(rank: int, seconds: float) -> Any:
+        join(timeout=1.0)
+        write = Disk.write
+
+        def slow(disk: Disk, target: Path, name: str, content: Any) -> Any:
+            time.sleep(seconds * target.name.startswith("000000005"))
+            return write(disk, target, name, content)
+
+        Disk.write = slow  # type: ignore[method-assign]
+        # at the end of an epoch, after which the others next wait for a pulse, not for gradients
+        made = saving(tmp_path / str(seconds), rank, kind, {"every": Every(epochs=1)}, max_epochs=2)
+        made.train()
+        return made.state.iteration, [whole_of(each).tolist() for each in made.model.parameters()]
+
+    slow, fast = (in_processes(lambda rank, seconds=seconds: run(rank, seconds)) for seconds in (2.5, 0.0))  # type: ignore[misc]
+    for each, expected in zip(slow, fast, strict=True):
+        assert each.error == ""
+        assert each.value == expected.value
+    assert (tmp_path / "2.5" / "checkpoints" / "000000005-checkpoint").is_dir()
