@@ -416,3 +416,21 @@ class TestFolders:
         (tmp_path / "a" / "other").touch()
         claim.release()
         assert [path.name for path in tmp_path.rglob("*")] == ["a", "other"]
+
+
+class TestParallel:
+    @pytest.mark.parametrize(
+        ("backend", "said"),
+        [
+            ("jax", "parallel: JaxBackend does not take it; leave it out, or choose backend: torch"),
+            ("torch", "shard=2): does not fit 1 process"),
+        ],
+    )
+    def test_what_cannot_be_shared_out_is_refused(self, backend: str, said: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError) as refused:
+            assembled(write(tmp_path), tmp_path / "run", backend=backend, parallel="{shard: 2}")
+        assert said in str(refused.value)
+
+    def test_one_copy_on_one_process_is_what_there_is_without_it(self, tmp_path: Path) -> None:
+        trainer = assembled(write(tmp_path), tmp_path / "run", parallel="{shard: 1}").trainer
+        assert trainer.backend.topology.sizes(1) == (1, 1)

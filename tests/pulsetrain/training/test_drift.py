@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -204,3 +205,19 @@ def test_the_event_is_in_the_logs_of_all_ranks(tmp_path: Path):
         (event,) = EventLog(tmp_path, rank).read(event="ranks_diverged")
         assert event.payload["field"] == "learning_rates"
         assert event.payload["ranks"] == [1]
+
+
+def test_the_example_of_the_guide_ends_all_ranks_with_the_field(tmp_path: Path):
+    guide = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.S) if "RANKS_DIVERGED" in block)
+
+    def body(rank: int) -> Any:
+        trainer = make(Net(), DataLoader(pairs(16), 4), max_epochs=9, log_every_n_steps=2)
+        exec(code, {"trainer": trainer, "Events": Events})
+        if rank == 1:
+            trainer.on(Events.ITERATION_COMPLETED(once=5))(change_a_rate)
+        trainer.train()
+        return trainer.state.iteration, trainer.state.stop_reason
+
+    ended = in_processes(body)
+    assert [(each.error, each.value) for each in ended] == [("", (6, "learning_rates differs in rank (1,)"))] * 2

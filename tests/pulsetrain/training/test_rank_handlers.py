@@ -101,3 +101,17 @@ def test_a_loss_that_jumps_in_the_share_of_one_process_is_seen_by_all():
     assert (first.error, second.error) == ("", "")
     assert first.value == second.value
     assert 31 in first.value
+
+
+def test_the_main_process_alone_shows_the_progress_line():
+    """Also of the second trainer of a process."""
+
+    def body(rank: int) -> None:
+        for _ in range(2):
+            make(linear(), DataLoader(pairs(16), 4)).train()
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", "")
+    lines = [line for line in first.stderr.splitlines() if line.startswith("epoch ")]
+    assert [line.split(",")[:2] for line in lines] == [["epoch 2/2", " iteration 8/8 (100%)"]] * 2
+    assert "epoch" not in second.stderr
