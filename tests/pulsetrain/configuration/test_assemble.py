@@ -416,3 +416,24 @@ class TestFolders:
         (tmp_path / "a" / "other").touch()
         claim.release()
         assert [path.name for path in tmp_path.rglob("*")] == ["a", "other"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("jax", "parallel: JaxBackend does not take it; leave it out, or choose backend: torch"),
+        ("{class_path: torch, init_args: {functional: true}}", "functional=True"),
+    ],
+)
+def test_a_backend_that_cannot_share_a_model_out_refuses_the_section_parallel(backend: str, said: str, tmp_path: Path):
+    pytest.importorskip("jax", reason="jax is not installed")
+    with pytest.raises(ConfigurationError) as refused:
+        assembled(write(tmp_path), tmp_path / "runs" / "a", backend=backend, parallel="{shard: 2}")
+    assert said in str(refused.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_topology_of_more_processes_than_there_are_is_named_as_the_configuration_has_it(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"does not fit 1 process: start a multiple of 2") as refused:
+        assembled(write(tmp_path), tmp_path / "runs" / "a", parallel="{shard: 2}")
+    assert "parallel.shard" in str(refused.value)
