@@ -97,20 +97,35 @@ def test_a_save_that_fails_on_the_main_process_fails_on_all(tmp_path: Path):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_signal_to_one_process_ends_all_with_a_checkpoint(who: int, tmp_path: Path):
+    """All save once, where they end together: the one that gets the signal does not save by itself before."""
+
     def run(rank: int) -> Any:
-        made = saving(tmp_path / "run", rank, "fsdp", max_epochs=400)
+        made = saving(tmp_path / "run", rank, "fsdp", {"every": Every(iterations=1000)}, max_epochs=400)
+        saver = next(each for each in made.handlers if isinstance(each, Checkpointer))
+        saves: list[int] = []
+        name = "save" if rank == 0 else "write_pieces"
+        write = getattr(saver.manager, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            saves.append(made.state.iteration)
+            return write(*arguments, **options)
+
+        setattr(saver.manager, name, counted)
         if rank == who:
             made.on(Events.ITERATION_COMPLETED(once=13))(lambda: os.kill(os.getpid(), signal.SIGTERM))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with SignalWatch(made):
             made.train()
-        return made.state.iteration
+        return made.state.iteration, saves
 
     first, second = in_processes(run, limit=40)
     assert (first.error, second.error) == ("", "")
     assert first.value == second.value
-    newest = CheckpointManager(tmp_path / "run" / "checkpoints").valid()[-1]
-    assert int(newest.name[:9]) == first.value
+    ended, saves = first.value
+    assert ended >= 13
+    assert saves == [ended]
+    (only,) = CheckpointManager(tmp_path / "run" / "checkpoints").valid()
+    assert int(only.name[:9]) == ended
 
 
 def test_a_save_that_raises_on_the_main_process_ends_all(tmp_path: Path):
