@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
+from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.handlers import EMA, SWA, Checkpointer
 from tests.support.ranks import in_processes
@@ -315,3 +317,33 @@ def test_an_average_of_shards_is_validated_saved_and_resumed(average: Any, first
         assert apart({**found, "val": found["val"][-1:]}, {**whole, "val": whole["val"][-1:]}) < 1e-12
         assert apart(averaged, {"weights": expected, "val": whole["val"][-1:]}) < 1e-12
         assert averaged["weights"] != found["weights"]
+
+
+@pytest.mark.parametrize("every", [Every(epochs=1), Every(iterations=5)], ids=["epoch", "iteration"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("ddp", marks=pytest.mark.xfail(strict=True, reason="the others time out at the next pulse")),
+        "fsdp",
+    ],
+)
+def test_a_save_may_take_longer_than_the_processes_wait_for_each_other(kind: str, every: Every, tmp_path: Path):
+    def run(rank: int) -> Any:
+        join(timeout=1.0)
+        made = saving(tmp_path, rank, kind, {"every": every}, max_epochs=2)
+        write, held_up = Disk.write, []
+
+        def slow(disk: Disk, target: Path, name: str, content: Any) -> Any:
+            if rank == 0 and target.name.startswith("000000005") and not held_up:
+                held_up.append(name)
+                time.sleep(2.5)
+            return write(disk, target, name, content)
+
+        Disk.write = slow  # type: ignore[method-assign]
+        trained(made)
+        return made.agreement.control.timeout, made.state.iteration, len(held_up)
+
+    first, second = in_processes(run)
+    assert (first.error, second.error) == ("", "")
+    assert (first.value, second.value) == ((1.0, 10, 1), (1.0, 10, 0))
+    assert {int(path.name[:9]) for path in CheckpointManager(tmp_path / "checkpoints").valid()} == {5, 10}
