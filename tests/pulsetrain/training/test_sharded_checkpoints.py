@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
+from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.handlers import EMA, SWA, Checkpointer
@@ -347,3 +349,33 @@ def test_a_save_may_take_longer_than_the_processes_wait_for_each_other(kind: str
     assert (first.error, second.error) == ("", "")
     assert (first.value, second.value) == ((1.0, 10, 1), (1.0, 10, 0))
     assert {int(path.name[:9]) for path in CheckpointManager(tmp_path / "checkpoints").valid()} == {5, 10}
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_is_killed_in_the_middle_of_a_save_is_named(
+    who: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.2, silence=1.5, grace=1.0))
+
+    def run(rank: int) -> None:
+        made = saving(tmp_path, rank, "fsdp")
+        if rank == who:
+            write = Disk.write
+
+            def dying(disk: Disk, target: Path, name: str, content: Any) -> Any:
+                if target.name.startswith("000000006"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return write(disk, target, name, content)
+
+            Disk.write = dying  # type: ignore[method-assign]
+        made.train()
+
+    ended = in_processes(run, limit=40)
+    assert ended[who].status == -signal.SIGKILL
+    other = ended[1 - who]
+    if who == 0:  # the store ends with it
+        assert "PeerFailed: rank 0 " in other.error
+    else:
+        assert other.status == Warden.STATUS
+        assert "rank 1 has given no sign of life" in other.stderr
+    assert [int(path.name[:9]) for path in CheckpointManager(tmp_path / "checkpoints").valid()] == [3]
