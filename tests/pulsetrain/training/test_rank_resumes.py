@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from pulsetrain.engine import Events, Every, SupervisedStrategy
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.handlers import Checkpointer
-from tests.support.models import pairs
+from tests.support.models import Keeping, pairs
 from tests.support.ranks import in_processes
-from tests.support.runs_of_ranks import double, dropping, in_one_process, linear, make, weights_of
+from tests.support.runs_of_ranks import RANKS, double, dropping, in_one_process, linear, make, weights_of
 
 
 @pytest.mark.parametrize("at", [4, 5, 6, 8])
@@ -135,3 +136,26 @@ def test_what_prepare_batch_draws_is_repeated_after_a_kill(tmp_path: Path):
 
 def replace_inputs(batch: TrainingBatch, inputs: Any) -> TrainingBatch:
     return TrainingBatch(inputs, batch.targets, batch.samples, batch.tokens, batch.weight)
+
+
+@pytest.mark.parametrize("world", [1, RANKS])
+def test_a_model_that_loads_by_itself_gets_the_state_that_it_gave(world: int, tmp_path: Path):
+    def body(rank: int) -> Any:
+        given = []
+        for form in ("torch", "safetensors"):
+            for resume in (None, "latest"):
+                model = Keeping()
+                saver = Checkpointer(tmp_path / form, Every(iterations=2), form=form)
+                made = make(model, DataLoader(pairs(16), 4), saver, max_epochs=1 if resume is None else 2)
+                made.train(resume=resume)
+            given += model.given
+        if world == 1:
+            model.given.clear()
+            made.train_epoch(model_state=made.model_state)
+            given += model.given
+        return given
+
+    expected = [(OrderedDict, ["_metadata", "note"])]
+    for each in in_processes(body, world):
+        assert each.error == ""
+        assert each.value == expected * (3 if world == 1 else 2)
