@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer, TrainingConfig
@@ -102,6 +103,30 @@ def test_a_checkpoint_inside_an_accumulation_has_the_gradients_of_all_ranks(tmp_
     whole.train()
     for mine, theirs in zip(first.value, weights_of(whole), strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_that_is_stopped_inside_an_accumulation_resumes_bit_for_bit(tmp_path: Path):
+    """The sums are formed in the same order wherever a run is stopped: each batch is averaged over the ranks."""
+
+    def body(rank: int) -> Any:
+        def wide(folder: Path) -> Trainer:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+            loader = DataLoader(pairs(32), 4, shuffle=True)
+            return make(model, loader, Checkpointer(folder), accumulate=4)
+
+        stopped, resumed, whole = wide(tmp_path / "run"), wide(tmp_path / "run"), wide(tmp_path / "whole")
+        stopped.on(Events.ITERATION_COMPLETED(once=6))(lambda: stopped.terminate(alike=True))
+        stopped.train()
+        resumed.train(resume="latest")
+        whole.train()
+        return stopped.accumulated, weights_of(resumed), weights_of(whole)
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    for waiting, after, expected in (first.value, second.value):
+        assert waiting == 2
+        assert after == expected
 
 
 def test_what_prepare_batch_draws_is_repeated_after_a_kill(tmp_path: Path):
