@@ -351,7 +351,10 @@ def test_a_save_may_take_longer_than_a_rank_may_be_late(kind: str, tmp_path: Pat
 @pytest.mark.parametrize("stage", ["state", "write"])
 @pytest.mark.parametrize(
     ("background", "kind"),
-    [(False, KeyboardInterrupt), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, KeyboardInterrupt), (False, OSError)))],
+    [
+        (False, KeyboardInterrupt),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, KeyboardInterrupt), (False, OSError))),
+    ],
     ids=str,
 )  # fmt: skip
 def test_what_ends_one_process_inside_of_a_save_ends_the_other(
