@@ -144,13 +144,13 @@ class _Encoder:
     def _piece(self, piece: Piece, path: _Path) -> dict[str, Plain]:
         if piece.data.dtype not in CODES:
             raise CheckpointError(f"{shown_path(path)}: {piece.data.dtype} cannot be saved in pieces")
-        name = self._name(piece.data, path)
+        name = self._name(piece.data, path, "piece")
         self.pieces[name] = piece
         return {"pieces": name, "shape": list(piece.shape), "of": _name_of(piece.data.dtype)}
 
-    def _name(self, tensor: Tensor, path: _Path) -> str:
+    def _name(self, tensor: Tensor, path: _Path, kind: str = "") -> str:
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        memory = (*where, tensor.is_conj(), tensor.is_neg())
+        memory = (kind, *where, tensor.is_conj(), tensor.is_neg())  # a reader takes a piece for the whole tensor's
         name = self._names.get(memory) if tensor.nbytes else None  # all empty tensors have address 0
         if name is None:
             name = self._names[memory] = self._new_name(path)

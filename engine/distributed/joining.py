@@ -59,7 +59,9 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     group = torch.distributed.group.WORLD
     if _joined is None or _joined[0] is not group:
         gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
-        shared = PrefixStore("pulsetrain", _store_beside(found, timeout) if store is None else store)
+        # a launcher's store outlives a start: what the processes of the last one have posted is not read again
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        shared = PrefixStore(f"pulsetrain-{start}", _store_beside(found, timeout) if store is None else store)
         _joined = group, ControlGroup(found, gloo, shared, timeout, host=None if _has_launcher() else 0)
     return _joined[1]
 

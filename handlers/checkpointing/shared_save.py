@@ -15,7 +15,7 @@ from pulsetrain.engine.errors import CheckpointError, PeerFailed
 __all__ = ["SharedSave"]
 
 T = TypeVar("T")
-_Refusal = tuple[bool, str]  # whether it was the disk, and the text of the error
+_Refusal = tuple[str, str]  # the kind of the error, and its text
 
 
 class SharedSave:
@@ -61,7 +61,7 @@ class SharedSave:
             if refusal is not None:
                 refusals.append((rank, refusal))
         for rank, refusal in refusals:
-            _obey(refusal, f"rank {rank}: ")
+            _raise(refusal, f"rank {rank}: ")
         return entries
 
     def durable(self) -> None:
@@ -79,7 +79,7 @@ class SharedSave:
             opened = self._posted("opened", 0)
             if opened is not None:
                 self._post("read", None)
-                _obey(opened)
+                _raise(opened)
             files: Mapping[str, FileEntry] = {}
             refusal: _Refusal | None = None
             try:
@@ -93,7 +93,7 @@ class SharedSave:
             self._post("written", (files, refusal))
             ended = self._posted("ended", 0)
             self._post("read", None)
-            _obey(ended)
+            _raise(ended)
             return files
 
     def _end(self, refusal: _Refusal | None, *, wait: bool = True) -> None:
@@ -110,14 +110,15 @@ class SharedSave:
 
 
 def _described(error: BaseException) -> _Refusal:
-    return isinstance(error, OSError), str(error) or type(error).__name__
+    kind = "disk" if isinstance(error, OSError) else "peer" if isinstance(error, PeerFailed) else ""
+    return kind, str(error) or type(error).__name__
 
 
-def _obey(refusal: _Refusal | None, who: str = "") -> None:
+def _raise(refusal: _Refusal | None, who: str = "") -> None:
     """Raise what another process has raised."""
-    if refusal is not None:
-        raise (
-            OSError(f"{who}{refusal[1]}")
-            if refusal[0]
-            else CheckpointError(f"{who or 'the main process: '}{refusal[1]}")
-        )
+    if refusal is None:
+        return
+    kind, text = refusal
+    if kind == "peer":
+        raise PeerFailed(text)
+    raise OSError(f"{who}{text}") if kind == "disk" else CheckpointError(f"{who or 'the main process: '}{text}")

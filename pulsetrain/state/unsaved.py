@@ -164,7 +164,7 @@ class UnsavedState:
         plain({"validation": {"sets": states_of_sets(run.val_loaders, run.train_loader)}})
         for key, handler in self._registry.stateful().items():
             if package_of(handler) != "pulsetrain":
-                plain({"handlers": {key: {"state": state_of(key, handler)}}})
+                plain({"handlers": {key: {"state": held(state_of(key, handler))}}})
 
     def _look_at_metrics(self) -> None:
         """What the user's metrics still hold when a validation has reset them."""

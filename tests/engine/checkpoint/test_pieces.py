@@ -202,3 +202,11 @@ def test_a_type_that_safetensors_lacks_is_refused(tmp_path: Path):
     piece = Piece(torch.ones(2, dtype=torch.complex128), (4,), (0,))
     with pytest.raises(CheckpointError, match=r"checkpoint\['w'\]: torch.complex128 cannot be saved in pieces"):
         CheckpointManager(tmp_path).save({"w": piece}, form="safetensors")
+
+
+def test_a_tensor_with_the_memory_of_a_piece_is_one_of_its_own(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    data = torch.ones(2)
+    state = {"mine": data, "model": Piece(data, (2,), (0,)), "again": data}
+    found = load_checkpoint(manager.save(state, form="safetensors"))
+    assert [found[name].tolist() for name in ("mine", "model", "again")] == [[1.0, 1.0]] * 3

@@ -449,3 +449,31 @@ def test_a_sharded_model_of_another_dtype_is_refused_and_weights_are_loaded_befo
         assert "the checkpoint has 0.weight in torch.float64, and the sharded model in torch.float32" in each.value[0]
         assert "load the weights before the Trainer splits it up" in each.value[1]
         assert "checkpoint consolidate" in each.value[2]
+
+
+def test_a_handler_of_the_users_may_save_shards_and_gets_whole_tensors(tmp_path: Path):
+    class Keeps:
+        def __init__(self) -> None:
+            self.loaded: Any = None
+
+        def attach(self, engine: Any) -> None:
+            self.model = engine.model
+
+        def state_dict(self) -> dict[str, Any]:
+            first = next(self.model.parameters())
+            return {"shard": first.detach(), "local": first.detach().to_local()}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.loaded = state
+
+    def run(rank: int) -> Any:
+        saving(tmp_path / "run", rank, "fsdp", None, Keeps(), max_epochs=1).train()
+        keeps = Keeps()
+        made = saving(tmp_path / "run", rank, "fsdp", None, keeps, max_epochs=1)
+        expected = load_checkpoint(tmp_path / "run")["model"]["0.weight"]
+        made.load_checkpoint(tmp_path / "run")
+        return keeps.loaded["shard"].equal(expected), keeps.loaded["local"].equal(expected[:3])
+
+    for each in in_processes(run):
+        assert each.error == ""
+        assert each.value == (True, True)
