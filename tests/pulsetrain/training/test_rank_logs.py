@@ -224,23 +224,6 @@ def test_what_one_log_was_thinned_of_is_not_compared(thins: int, tmp_path: Path)
     assert (found.event.event, found.event.iteration) == ("gradients_ready", differs_at)
 
 
-@pytest.mark.slow
-def test_logs_with_a_budget_are_thinned_continued_and_compared(tmp_path: Path):
-    options: dict[str, Any] = {"saves": 500, "options": {"max_bytes": LEAST_BYTES}, "max_epochs": 400}
-    kill_at(3300, tmp_path, 0, **options)
-    finish(tmp_path, **options)
-    for rank in (0, 1):
-        log = EventLog(tmp_path, rank)
-        assert list(log.read(event="log_thinned")), rank
-        assert log.verify() == []
-        iterations = iterations_in(tmp_path, rank)
-        assert iterations == sorted(set(iterations))
-        assert iterations[-100:] == list(range(3901, 4001))
-    found = diff_ranks(tmp_path)
-    assert not found, str(found)
-    assert found.agreed > 1000
-
-
 def test_folders_without_the_logs_of_several_ranks_are_named_as_they_are(tmp_path: Path, capsys: Any):
     (tmp_path / "events").mkdir()
     assert main(["diff", str(tmp_path), "--ranks"]) == 2
