@@ -94,7 +94,7 @@ class InPlaceStore(ModelStore):
                 f"{type(self.optimizer).__name__} {', '.join(mine)}; pass a state of the same optimizer"
             )
         check_optimizer_state(self.optimizer, saved)
-        self.module.load_state_dict(dict(weights))
+        self.module.load_state_dict(copy.copy(weights))  # not a plain dict: the versions are in attributes
         self.optimizer.load_state_dict(copy.deepcopy(dict(saved)))
 
     @contextmanager

@@ -45,6 +45,9 @@ class Disk:
     def write(self, target: Path, name: str, content: Write) -> FileEntry:
         return write_file(_partial(target) / name, content)
 
+    def reopen(self, target: Path, name: str) -> IO[bytes]:
+        return (_partial(target) / name).open("rb")
+
     def commit(self, target: Path, manifest: bytes) -> None:
         partial = _partial(target)
         write_file(partial / MANIFEST, lambda file: file.write(manifest))

@@ -38,6 +38,9 @@ class Files(Protocol):
             Its size and digest.
         """
 
+    def reopen(self, target: Location, name: str) -> IO[bytes]:
+        """Open a file of a checkpoint that was begun and is not committed, for reading."""
+
     def commit(self, target: Location, manifest: bytes) -> None:
         """Complete a checkpoint that was begun; it is durable when this returns.
 

@@ -7,7 +7,7 @@ rest of the state as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Literal, NamedTuple
 
 import torch
@@ -15,16 +15,27 @@ import torch
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.checkpoint.manifest import STATES
-from pulsetrain.engine.checkpoint.pieces import StoredPiece
+from pulsetrain.engine.checkpoint.pieces import Piece, StoredPiece, check_cover
 from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_file, read_header
 from pulsetrain.engine.checkpoint.tree_codec import Encoded, decode_tree, encode_tree
+from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["FORMS", "Form", "StateFile", "check_form", "piece_file", "read_state", "state_file", "stored_pieces"]
+__all__ = [
+    "FORMS",
+    "IN_PIECES",
+    "Form",
+    "StateFile",
+    "check_form",
+    "piece_file",
+    "read_state",
+    "state_file",
+    "stored_pieces",
+]
 
 Form = Literal["torch", "safetensors"]
 FORMS: dict[Form, int] = {"torch": 2, "safetensors": 3}  # the manifest's format for each form
-_IN_PIECES = 4
+IN_PIECES = 4
 
 # entries of a file's metadata: everything but the arrays, and where those that are pieces begin
 _TREE, _OFFSETS = "pulsetrain.checkpoint", "pulsetrain.pieces"
@@ -35,11 +46,27 @@ class StateFile(NamedTuple):
 
     write: Write
     format: int  # for the manifest
+    pieces: Mapping[str, Piece] = {}  # of this process, by the name of their tensor
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The file's name in the checkpoint's folder."""
         return STATES[self.format]
+
+    def check(self, stored: Mapping[str, Sequence[StoredPiece]]) -> None:
+        """Check that the pieces in the files of all processes are the tensors of this state.
+
+        Raises:
+            CheckpointError: a tensor lacks a part, or only another process has it; the message names it.
+        """
+        others = sorted(stored.keys() - self.pieces.keys())
+        if others:
+            raise CheckpointError(
+                f"{others[0]}: another process saves a part of it, and the main one has no such tensor: the processes "
+                "need the same model and handlers"
+            )
+        for name, piece in self.pieces.items():
+            check_cover(name, piece.shape, piece.data.dtype, stored.get(name, ()))
 
 
 def state_file(content: dict[str, Plain], form: Form) -> StateFile:
@@ -54,7 +81,7 @@ def state_file(content: dict[str, Plain], form: Form) -> StateFile:
     metadata = {_TREE: encoded.text}
     if not encoded.pieces:
         return StateFile(file_writer(encoded.arrays, metadata), FORMS[form])
-    return StateFile(file_writer(encoded.arrays, metadata | _offsets(encoded)), _IN_PIECES)
+    return StateFile(file_writer(encoded.arrays, metadata | _offsets(encoded)), IN_PIECES, encoded.pieces)
 
 
 def piece_file(content: dict[str, Plain]) -> Write:
@@ -70,11 +97,11 @@ def stored_pieces(files: Iterable[Callable[[], IO[bytes]]]) -> dict[str, list[St
         files: functions that open one each.
     """
     found: dict[str, list[StoredPiece]] = {}
-    for open in files:
-        with open() as opened:
+    for open_file in files:
+        with open_file() as opened:
             entries, metadata = read_header(opened)
         for name, offset in json.loads(metadata.get(_OFFSETS, "{}")).items():
-            found.setdefault(name, []).append(StoredPiece(open, entries[name], tuple(offset)))
+            found.setdefault(name, []).append(StoredPiece(open_file, entries[name], tuple(offset)))
     return found
 
 

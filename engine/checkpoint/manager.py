@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import IO, NamedTuple, Protocol
 
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint.choice import best_of, latest_of, load_checkpoint
 from pulsetrain.engine.checkpoint.files import files_of
-from pulsetrain.engine.checkpoint.formats import Form, check_form, piece_file, state_file
+from pulsetrain.engine.checkpoint.formats import IN_PIECES, Form, check_form, piece_file, state_file, stored_pieces
 from pulsetrain.engine.checkpoint.locations import Location, location_of
 from pulsetrain.engine.checkpoint.manifest import BEST, DELETED, FileEntry, seal, unseal
 from pulsetrain.engine.checkpoint.plain import Plain, plain
@@ -45,8 +46,8 @@ class _History(NamedTuple):
 class Others(Protocol):
     """The processes that write pieces of a checkpoint's tensors."""
 
-    def may_write(self) -> None:
-        """The checkpoint's folder is there."""
+    def opened(self) -> None:
+        """The checkpoint's folder is there, so that they may write."""
 
     def written(self) -> Mapping[str, FileEntry]:
         """Wait until they have written their files.
@@ -154,10 +155,12 @@ class CheckpointManager:
         try:
             self._files.begin(target)
             if others is not None:
-                others.may_write()
+                others.opened()
             entries = {file.name: self._files.write(target, file.name, file.write)}
             if others is not None:
                 entries |= others.written()
+            if file.format == IN_PIECES:
+                file.check(stored_pieces(partial(self._written, target, name) for name in entries))
             self._files.commit(target, seal({**labels, "files": entries}))
         except BaseException:
             self._files.abandon(target)
@@ -169,6 +172,20 @@ class CheckpointManager:
         if prune:
             self.prune([target, *keep])
         return target
+
+    def _written(self, target: Location, name: str) -> IO[bytes]:
+        """Open a file of a checkpoint that is not complete.
+
+        Raises:
+            OSError: it is not there.
+        """
+        try:
+            return self._files.reopen(target, name)
+        except FileNotFoundError as error:
+            raise OSError(
+                f"{target / name}: another process has written it, and this one does not see it; all of them need the "
+                "same folder, on storage that they share"
+            ) from error
 
     def write_pieces(self, checkpoint: Mapping[str, object], target: Location, rank: int) -> dict[str, FileEntry]:
         """Write the pieces that this process has of a checkpoint, which the main process saves with `others`.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
+from itertools import combinations, pairwise
+from operator import gt, is_
 from typing import IO, Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_rows
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["Piece", "StoredPiece", "StoredTensor", "converted", "whole"]
+__all__ = ["Piece", "StoredPiece", "StoredTensor", "check_cover", "converted", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +56,23 @@ class StoredTensor:
         name: for errors.
         shape: of the whole tensor.
         dtype: of all pieces.
-        pieces: they cover it without overlap.
+        pieces: in any order.
+
+    Raises:
+        CheckpointError: they do not cover it, or overlap.
     """
 
     def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[StoredPiece] = ()) -> None:
         self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
+        check_cover(name, self.shape, dtype, pieces)
 
     def whole(self) -> Tensor:
         """All of it, on the CPU."""
         return self.block((0,) * len(self.shape), self.shape)
 
     def block(self, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The items from an index on, on the CPU.
-
-        Raises:
-            CheckpointError: a piece of it is in no file, or in two.
-        """
+        """The items from an index on, on the CPU."""
         made = torch.empty(tuple(shape), dtype=self.dtype)
-        items = 0
         for piece in self._pieces:
             begins = [max(mine, its) for mine, its in zip(offset, piece.offset, strict=True)]
             ends = [
@@ -85,12 +86,33 @@ class StoredTensor:
             inside = [slice(b - at, e - at) for b, e, at in zip(begins[1:], ends[1:], piece.offset[1:], strict=True)]
             block = rows[(slice(None), *inside)]
             made[tuple(slice(b - at, e - at) for b, e, at in zip(begins, ends, offset, strict=True))] = block
-            items += block.numel()
-        if items != made.numel():
-            raise CheckpointError(
-                f"{self.name}: {items} of its {made.numel()} items are in the files; load another checkpoint"
-            )
         return made
+
+
+def check_cover(name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[StoredPiece]) -> None:
+    """Check that pieces are a tensor: each of its items is in one of them.
+
+    Raises:
+        CheckpointError: it is in none, or in two; or a piece is not of this tensor.
+    """
+    blocks = [piece for piece in pieces if math.prod(piece.entry.shape)]
+    for each in blocks:
+        ends = [at + extent for at, extent in zip(each.offset, each.entry.shape, strict=False)]
+        fits = len(each.entry.shape) == len(each.offset) == len(shape) and each.entry.dtype == dtype
+        if not fits or min(each.offset, default=0) < 0 or any(map(gt, ends, shape)):
+            raise CheckpointError(
+                f"{name}: a piece of shape {each.entry.shape} at {each.offset}, {each.entry.dtype}, is not of this "
+                f"tensor of shape {tuple(shape)}, {dtype}"
+            )
+    items = sum(math.prod(piece.entry.shape) for piece in blocks)
+    if items != math.prod(shape):
+        raise CheckpointError(f"{name}: {items} of its {math.prod(shape)} items are in the files")
+    blocks.sort(key=lambda piece: piece.offset)
+    by_rows = all(piece.entry.shape[1:] == tuple(shape[1:]) for piece in blocks)
+    for one, other in pairwise(blocks) if by_rows else combinations(blocks, 2):
+        both = zip(one.offset, one.entry.shape, other.offset, other.entry.shape, strict=True)
+        if all(max(a, b) < min(a + height, b + width) for a, height, b, width in both):
+            raise CheckpointError(f"{name}: two pieces overlap, at {one.offset} and {other.offset}")
 
 
 def whole(value: Any) -> Any:
@@ -114,6 +136,7 @@ def converted(value: Any, convert: Callable[[Any], Any]) -> Any:
         vars(ordered).update(vars(value))  # a module's state_dict() keeps its versions in an attribute
         return ordered
     if type(value) in (list, tuple):
-        parts = [converted(each, convert) for each in value]
+        # floats are kept without a call: a history has a million of them
+        parts = [each if type(each) is float else converted(each, convert) for each in value]
         return value if all(map(is_, parts, value)) else type(value)(parts)
     return convert(value)

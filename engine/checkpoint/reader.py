@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 
 from pulsetrain.engine.checkpoint.digests import digest_of
 from pulsetrain.engine.checkpoint.files import files_of
-from pulsetrain.engine.checkpoint.formats import read_state, stored_pieces
+from pulsetrain.engine.checkpoint.formats import IN_PIECES, read_state, stored_pieces
 from pulsetrain.engine.checkpoint.locations import Location, location_of
 from pulsetrain.engine.checkpoint.manifest import (
     FOLDER,
@@ -61,7 +61,8 @@ def read_checkpoint(folder: Location, *, in_pieces: Collection[str] = ()) -> dic
     number = manifest["format"]
     file = folder / STATES[number]
     try:
-        pieces = stored_pieces(partial(files.open, folder / each) for each in manifest["files"]) if number == 4 else {}
+        names = manifest["files"] if number == IN_PIECES else ()
+        pieces = stored_pieces(partial(files.open, folder / each) for each in names)
         with files.open(file) as opened:
             loaded = read_state(opened, number, pieces)
         if pieces:

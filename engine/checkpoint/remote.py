@@ -37,6 +37,9 @@ class Remote:
         with self._store.open(self._path(target / name), "wb") as file:
             return write_digested(file.write, content)
 
+    def reopen(self, target: CheckpointUrl, name: str) -> IO[bytes]:
+        return self.open(target / name)
+
     def commit(self, target: CheckpointUrl, manifest: bytes) -> None:
         self._store.pipe_file(self._path(target / MANIFEST), manifest)
 

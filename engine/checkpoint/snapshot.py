@@ -95,6 +95,8 @@ class _Copying:
             return self._of_tensor(value)
         if kind is Piece:
             return replace(value, data=self._of_tensor(value.data))
+        if hasattr(value, "to_local"):  # a shard, which stays in this process
+            return value.detach().clone()
         if kind is dict:
             return {key: self.copied(item) for key, item in value.items()}
         if kind is list or kind is tuple:

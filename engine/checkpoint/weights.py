@@ -165,6 +165,7 @@ def save_safetensors(
         CheckpointError: safetensors cannot hold the weights: tensors overlap, or a value is not a tensor.
         OSError: the file could not be written; an existing file is unchanged.
     """
+    _check_whole(model, "save_safetensors", "`pulsetrain checkpoint consolidate RUN` writes those of a checkpoint")
     torch_form, failure = _safetensors("save_safetensors")
     target = _local(path, "save_safetensors")
     others = [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]
@@ -222,6 +223,7 @@ def load_safetensors(
 def _load(
     model: nn.Module, weights: Mapping[str, object], caller: str, prefix: str, new_prefix: str, strict: bool
 ) -> Mismatch:
+    _check_whole(model, caller, "load the weights before the Trainer splits it up")
     chosen = {new_prefix + name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
     if not chosen:
         raise CheckpointError(f"{caller}: no entry begins with {prefix=}; there are {', '.join(weights) or 'none'}")
@@ -232,6 +234,11 @@ def _load(
     fitting = {name: value for name, value in chosen.items() if name in mine and name not in mismatch.misshapen}
     model.load_state_dict(fitting, strict=False)
     return mismatch
+
+
+def _check_whole(model: nn.Module, caller: str, remedy: str) -> None:
+    if any(hasattr(each, "to_local") for each in model.parameters()):
+        raise CheckpointError(f"{caller}: the model is sharded, and this process has a part of its weights; {remedy}")
 
 
 def _identity(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ T = TypeVar("T")
 _WIDTH = 63  # numbers that are summed at once
 PATIENCE = 1800.0  # seconds that a rank may take to save
 _POLL = 0.02  # seconds between two looks for what it posts
+_BEAT, _SILENT_WORK = 0.5, 15.0  # seconds between signs of life, and without one of a rank at work
 _SLICE = 5.0  # seconds between two looks at what the others do, while this one waits for them
 _STILL_GOING = "Operation timed out"  # in torch's error for a collective that continues after a wait
 _SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
@@ -190,26 +192,56 @@ class ControlGroup:
         if self._store is not None:
             self._store.set(f"post/{key}/{self.ranks.rank}", json.dumps(value))
 
-    def posted(self, key: str, rank: int, what: str) -> Any:
+    @contextmanager
+    def alive(self, what: str) -> Iterator[None]:
+        """Around work for which another rank waits by `posted`: a thread gives signs of life."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while self._store is not None:
+                with suppress(RuntimeError):  # the store has ended
+                    self._store.add(f"alive/{what}/{self.ranks.rank}", 1)
+                if ended.wait(_BEAT):
+                    return
+
+        thread = threading.Thread(target=beat, name="pulsetrain-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def posted(self, key: str, rank: int, what: str, *, alive: str = "") -> Any:
         """The value that a rank leaves under a key; waits for it, longer than the timeout if need be.
 
         Args:
             key: of the value; one that was not used before.
             rank: that posts it.
             what: this one waits for, in an error.
+            alive: the name of what that rank does meanwhile, inside of `alive`.
 
         Raises:
-            PeerFailed: a rank has failed meanwhile.
+            PeerFailed: a rank has failed meanwhile, or has ended.
         """
         assert self._store is not None
         assert self.board is not None
+        signs, seen = 0, time.monotonic()
         at, until = f"post/{key}/{rank}", time.monotonic() + PATIENCE
         try:
             while not self._store.check([at]):
                 failure = self.board.first_of_others()
                 if failure is not None:
                     raise failure.as_error()
-                if time.monotonic() > until:
+                now = time.monotonic()
+                if alive and now - seen > 1.0 and (count := self._store.add(f"alive/{alive}/{rank}", 0)) != signs:
+                    signs, seen = count, now
+                if alive and now - seen > (_SILENT_WORK if signs else max(_SILENT_WORK, self.timeout)):
+                    raise PeerFailed(
+                        f"rank {rank} has given no sign of life for {now - seen:.0f} s, while this one waited for "
+                        f"{what}: it has ended, perhaps since it was killed; see its own output and the system's log"
+                    )
+                if now > until:
                     raise PeerFailed(
                         f"rank {rank} has not come within {PATIENCE:g} s, while this one waited for {what}"
                     )

@@ -213,6 +213,17 @@ class Checkpointer(Handler):
             finally:
                 self._saved_on = last
 
+    def save_with(self, manager: CheckpointManager, engine: SavedEngine, label: str) -> Location:
+        """Save with another manager, and announce nothing; all processes that share the model call this."""
+        writer = StateWriter(manager)
+        writer.control = self._writer.control
+        target = writer.target(label, engine.state.iteration)
+        write = writer.writer(
+            engine, target, label, self.form_for(engine), is_best=False, marked=False, background=False, kept=tuple,
+            when_durable=lambda path: None,
+        )  # fmt: skip
+        return write(writer.state_of(engine), lambda saved: None)
+
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable or has failed."""
         with nullcontext() if self._background is None else busy():

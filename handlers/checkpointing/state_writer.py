@@ -15,6 +15,7 @@ from pulsetrain.engine.checkpoint.disk import sync
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.joining import busy
 from pulsetrain.engine.distributed.saved_shards import in_pieces
+from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.checkpointing.shared_save import SharedSave
@@ -61,9 +62,18 @@ class StateWriter:
         return self.control.main_decides(lambda: self._manager.target(label, iteration))
 
     def state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
-        """The state as this process saves it."""
-        state = engine.checkpoint_state()
-        return state if self.control is None else in_pieces(state)
+        """The state as this process saves it.
+
+        Raises:
+            CheckpointError: code of the user's could not give it; not an OSError, after which this process alone would
+                continue.
+        """
+        if self.control is None:
+            return engine.checkpoint_state()
+        try:
+            return in_pieces(engine.checkpoint_state())  # type: ignore[no-any-return]  # a mapping, too
+        except OSError as error:
+            raise CheckpointError(f"the state could not be collected: {error}") from error
 
     def writer(
         self,
@@ -110,6 +120,8 @@ class StateWriter:
         def write(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
             def durable(path: Location) -> None:
                 when_durable(path)
+                if shared is not None:
+                    shared.durable()  # before what the event's receivers do
                 announce(saved(manager.size(path)))
 
             _sync(files)

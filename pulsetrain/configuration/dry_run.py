@@ -257,8 +257,7 @@ def _save(trainer: Trainer, folder: Path, clock: Callable[[], float]) -> Iterato
         return
     start = clock()
     manager = CheckpointManager(folder)
-    form = saver.form_for(trainer)
-    path = manager.save(trainer.checkpoint_state(), "dry_run", step=trainer.state.iteration, form=form)
+    path = saver.save_with(manager, trainer, "dry_run")
     saved = clock()
     trainer.load_checkpoint(str(path))
     size = manager.size(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from numbers import Real
@@ -84,7 +85,7 @@ class ModulesPart:
         for name in state.keys() & modules.keys():
             if "weights" in state[name]:
                 take_dtypes(modules[name], state[name]["weights"])
-                modules[name].load_state_dict(dict(state[name]["weights"]))
+                modules[name].load_state_dict(copy.copy(state[name]["weights"]))  # with its attributes: the versions
             _load_buffers(modules[name], state[name]["buffers"])
         self._flags = state
         self.load_flags()

@@ -264,6 +264,15 @@ class ModelPart(OwnedPart[nn.Module]):
                 f"the checkpoint's weights do not fit the model: {problems}; build the model as it was when the "
                 "checkpoint was made, with the modules that handlers have added since the run began"
             )
+        if is_sharded(self._owner):  # which keeps buffers of its own, in the dtype that it was split up with
+            mine = self._owner.state_dict()
+            others = [name for name, each in state.items() if _dtype_of(each) != _dtype_of(mine.get(name))]
+            if others:
+                name = others[0]
+                raise CheckpointError(
+                    f"the checkpoint has {name} in {state[name].dtype}, and the sharded model in "
+                    f"{_dtype_of(mine[name])}; make the model with the dtypes of the checkpoint"
+                )
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore them in the dtypes that they had."""
@@ -408,6 +417,10 @@ class Counters(PartOf[_Counting]):
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         # the checkpoint's own save is counted after it is durable, so it is not in there
         self._owner.set_counters({**dict.fromkeys(self.NAMES, 0), **state, "save": (state["save"] or 0) + 1})
+
+
+def _dtype_of(value: object) -> object:
+    return getattr(value, "dtype", None)
 
 
 def _changed_settings(config: TrainingConfig) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Agreement:
         self.pulse = Pulse(control, every)
         self.processes: list[dict[str, object]] = []  # by rank, where there are several: host, pid and environment
         self.drift = DriftCheck(control)
+        self._ends_together = False  # whether the ranks have agreed on the run's end
 
     @property
     def is_shared(self) -> bool:
@@ -153,7 +154,7 @@ class Agreement:
         if isinstance(error, PeerFailed):
             board.post(error, where)  # where it is the first to notice
             return error
-        if isinstance(error, (KeyboardInterrupt, SystemExit)) and state.stop_reason is not None:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)) and self._ends_together:
             return error  # raised after the run has ended, in every process
         cause: BaseException = error
         if isinstance(error, RuntimeError) and _is_of_a_collective(error):
@@ -162,6 +163,7 @@ class Agreement:
         return cause
 
     def _begin(self) -> None:
+        self._ends_together = False
         self.pulse.begin(self._engine.state.iteration)
         self._place_further()
 
@@ -190,6 +192,7 @@ class Agreement:
     def _obey(self, stop: StopRequest | None) -> None:
         if stop is None:
             return
+        self._ends_together = True
         engine, here = self._engine, self.control.ranks.rank
         if stop.signal and stop.rank != here:
             engine.fire(Events.PREEMPTED, Preempted(signal=stop.signal, rank=stop.rank), observed=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from pulsetrain.engine import CheckpointError
 from pulsetrain.engine.checkpoint import CheckpointManager, check_checkpoint, load_checkpoint
+from pulsetrain.engine.checkpoint.disk import Disk
+from pulsetrain.engine.checkpoint.formats import StateFile
 from pulsetrain.engine.checkpoint.manifest import FileEntry
 from pulsetrain.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor
-from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_header
+from pulsetrain.engine.checkpoint.safetensors_file import Entry, file_writer, read_header
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 
 WHOLE = torch.arange(35, dtype=torch.float64).reshape(7, 5)
@@ -37,11 +40,11 @@ class Four:
     def __init__(self, write: Callable[[int], Mapping[str, FileEntry]]) -> None:
         self._write, self.events = write, []  # type: ignore[var-annotated]
 
-    def may_write(self) -> None:
-        self.events.append("may write")
+    def opened(self) -> None:
+        self.events.append("opened")
 
     def written(self) -> dict[str, FileEntry]:
-        assert self.events == ["may write"]
+        assert self.events == ["opened"]
         return {name: entry for rank in (1, 2, 3) for name, entry in self._write(rank).items()}
 
 
@@ -91,18 +94,69 @@ def test_of_a_long_piece_the_rows_that_are_needed_are_read():
             return super().readinto(buffer)
 
     entry = read_header(io.BytesIO(file.getvalue()))[0]["long"]
-    stored = StoredTensor(
-        "long", (2000, 200), torch.float32, [StoredPiece(lambda: Counting(file.getvalue()), entry, (1000, 0))]
-    )
+    counting = lambda: Counting(file.getvalue())  # noqa: E731
+    pieces = [StoredPiece(counting, entry, (at, 0)) for at in (1000, 0)]
+    stored = StoredTensor("long", (2000, 200), torch.float32, pieces)
     assert stored.block((1500, 0), (3, 2)).tolist() == [[100_000, 100_001], [100_200, 100_201], [100_400, 100_401]]
     assert count == 3 * 200 * 4
 
 
-@pytest.mark.parametrize("in_pieces", [(), ("model",)])
-def test_a_piece_that_no_file_has_is_an_error(in_pieces: tuple[str, ...], tmp_path: Path):
-    path = saved(tmp_path, without=(2,))
+def test_a_checkpoint_that_lacks_a_piece_is_not_committed(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"model/matrix: 26 of its 35 items are in the files"):
-        load_checkpoint(path, in_pieces=in_pieces)["model"]["matrix"].whole()
+        saved(tmp_path, without=(2,))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("in_pieces", [(), ("model",)])
+def test_a_piece_that_no_file_has_is_an_error(
+    in_pieces: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(StateFile, "check", lambda self, stored: None)
+        path = saved(tmp_path, without=(2,))
+    with pytest.raises(CheckpointError, match=r"model/matrix: 26 of its 35 items are in the files"):
+        load_checkpoint(path, in_pieces=in_pieces)
+
+
+def test_what_only_another_process_saves_is_named(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    target = manager.target("checkpoint", 7)
+
+    def write(rank: int) -> Mapping[str, FileEntry]:
+        more = {"average": Piece(torch.ones(1), (3,), (rank - 1,))}
+        return manager.write_pieces({**quarter(rank), "handlers": more}, target, rank)
+
+    with pytest.raises(CheckpointError, match="handlers/average: another process saves a part of it"):
+        manager.save(quarter(0), step=7, form="safetensors", others=Four(write), target=target)
+
+
+def test_a_folder_that_the_processes_do_not_share_is_an_error(tmp_path: Path):
+    mine, theirs = CheckpointManager(tmp_path / "mine"), CheckpointManager(tmp_path / "theirs")
+    target, other = mine.target("checkpoint", 7), theirs.target("checkpoint", 7)
+    Disk().begin(other)
+    others = Four(lambda rank: theirs.write_pieces(quarter(rank), other, rank))
+    with pytest.raises(OSError, match="another process has written it, and this one does not see it"):
+        mine.save(quarter(0), step=7, form="safetensors", others=others, target=target)
+    assert mine.valid() == []
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        (((0, 0), (2, 0), (3, 0)), "two pieces overlap, at (2, 0) and (3, 0)"),
+        (((0, 0), (2, 0), (5, 0)), "is not of this tensor"),
+        (((0, 0), (0, 0), (4, 0)), "two pieces overlap, at (0, 0) and (0, 0)"),
+    ],
+    ids=["overlap", "beyond", "twice"],
+)
+def test_pieces_that_do_not_fit_are_refused(offsets: Any, said: str):
+    entry = Entry(torch.float32, (2, 3), 0)
+    pieces = [StoredPiece(io.BytesIO, entry, at) for at in offsets]
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        StoredTensor("w", (6, 3), torch.float32, pieces)
+    for shape, dtype in (((6, 3), torch.float64), ((18,), torch.float32)):
+        with pytest.raises(CheckpointError, match="is not of this tensor"):
+            StoredTensor("w", shape, dtype, pieces)
 
 
 def test_every_file_is_compared_with_the_manifest(tmp_path: Path):

@@ -423,7 +423,7 @@ class TestParallel:
         ("backend", "said"),
         [
             ("jax", "parallel: JaxBackend does not take it; leave it out, or choose backend: torch"),
-            ("torch", "shard=2): does not fit 1 process"),
+            ("torch", "parallel.shard=2: does not fit 1 process"),
         ],
     )
     def test_what_cannot_be_shared_out_is_refused(self, backend: str, said: str, tmp_path: Path) -> None:

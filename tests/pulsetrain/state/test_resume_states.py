@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, Events, Every, SupervisedStrategy
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.handlers import EMA, Checkpointer
-from tests.support.models import trainer
+from tests.support.models import Keeping, trainer
 from tests.support.runs import cut_after, resumable_run, weights
 
 
@@ -188,3 +189,11 @@ def test_a_state_without_a_generator_is_refused_before_anything_is_loaded(tmp_pa
     with pytest.raises(CheckpointError, match="lacks python, numpy, torch, cuda"):
         run.load_checkpoint(altered(tmp_path, rng={}))
     assert all(torch.equal(before[name], value) for name, value in weights(run).items())
+
+
+def test_a_module_of_the_strategy_that_loads_by_itself_gets_the_state_that_it_gave(tmp_path: Path):
+    strategies = [SupervisedStrategy("mse") for _ in range(2)]
+    for resume, strategy in zip((None, "latest"), strategies, strict=True):
+        strategy.head = Keeping()  # type: ignore[attr-defined]
+        with_strategy(tmp_path, strategy).train(resume=resume)
+    assert [each.head.given for each in strategies] == [[], [(OrderedDict, ["_metadata", "note"])]]  # type: ignore[attr-defined]

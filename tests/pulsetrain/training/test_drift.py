@@ -112,7 +112,7 @@ class Case:
 
 def diverged(*cases: Case, world: int = 2) -> list[Any]:
     """What the ranks report in each case, and the main one's rates in the end; the same processes run all of them."""
-    ended = in_processes(lambda rank: [case.run(rank, world) for case in cases], world)
+    ended = in_processes(lambda rank: [case.run(rank, world) for case in cases], world, limit=240.0)
     for each in ended:
         assert each.error == ""
     for number in range(len(cases)):

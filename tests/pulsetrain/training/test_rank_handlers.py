@@ -52,6 +52,23 @@ def test_only_the_main_process_saves_logs_and_draws(tmp_path: Path):
     assert EventLog(tmp_path / "own-1", rank=1).ended
 
 
+def test_the_progress_line_of_a_default_run_is_the_main_process_own_in_a_second_run_too():
+    def body(rank: int) -> list[int]:
+        ended = []
+        for epochs in (2, 3):
+            run = make(linear(), DataLoader(pairs(16), 4), max_epochs=epochs)
+            run.train()
+            ended.append(run.state.iteration)
+        return ended
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value == [8, 12]
+    lines = first.stderr.splitlines()
+    assert [line.split(" (")[0] for line in lines] == ["epoch 2/2, iteration 8/8", "epoch 3/3, iteration 12/12"]
+    assert second.stderr == ""
+
+
 def test_one_run_folder_and_one_seed_for_all(tmp_path: Path):
     def body(rank: int) -> int:
         handlers = [Checkpointer(tmp_path), EventRecorder(tmp_path), CSVLogger(tmp_path), JSONLinesLogger(tmp_path)]

@@ -331,3 +331,69 @@ def test_run_json_has_the_host_and_the_environment_of_each_process(tmp_path: Pat
     assert [each["environment"]["torch"] for each in start["processes"]] == [torch.__version__] * 2
     assert len({each["pid"] for each in start["processes"]}) == 2
     assert start["processes"][0]["pid"] == start["pid"]
+
+
+def sparse(run: Path, epochs: int, **recording: Any) -> Trainer:
+    """The processes have losses of other samples: their logs are not of one size."""
+    saver = Checkpointer(run, every=Every(iterations=250), keep_last=20)
+    handlers = [EventRecorder(run, **recording), saver, Fingerprints(Every(iterations=200))]
+    return make(linear(), DataLoader(pairs(32), 4), *handlers, max_epochs=epochs, log_every_n_steps=100)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "recording"),
+    [(40, {"every": 3}), pytest.param(200, {"max_bytes": 100_000}, marks=pytest.mark.slow)],
+    ids=["every", "max_bytes"],
+)
+def test_logs_that_leave_events_out_are_continued_and_compared(epochs: int, recording: dict[str, int], tmp_path: Path):
+    iterations = 8 * epochs
+
+    def made_in(rank: int) -> Trainer:
+        budget = {name: value * (1 + rank) if name == "max_bytes" else value for name, value in recording.items()}
+        return sparse(tmp_path, epochs, **budget)  # of one size, both logs would lack the same events
+
+    def cut(rank: int) -> None:
+        made = made_in(rank)
+        if rank == 0:
+            at = Events.ITERATION_COMPLETED(once=iterations - 40)
+            made.on(at)(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        made.train()
+
+    def resumed(rank: int) -> int:
+        made = made_in(rank)
+        made.train(resume="latest")
+        return made.state.iteration
+
+    assert in_processes(cut)[0].status == -signal.SIGKILL
+    assert [(each.error, each.value) for each in in_processes(resumed)] == [("", iterations)] * 2
+    for rank in (0, 1):
+        log = EventLog(tmp_path, rank)
+        assert log.verify() == []
+        assert log.ended
+        found = iterations_in(tmp_path, rank)
+        if "every" in recording:
+            assert found == list(range(3, iterations + 1, 3))
+        else:
+            assert found == sorted(set(found))
+            assert {*range(100, 1600, 100), *range(1500, 1601)} <= set(found)
+            assert (7 in found) == (rank == 1), "the budget of rank 0 alone is reached"
+        assert len(list(log.read(event="epoch_completed"))) == epochs
+        assert len(list(log.read(event="state_fingerprinted"))) == iterations // 200
+    found = diff_ranks(tmp_path)
+    assert not found, str(found)
+    assert found.agreed > iterations // 3
+
+
+@pytest.mark.slow
+def test_a_difference_between_logs_that_leave_events_out_is_found(tmp_path: Path):
+    def body(rank: int) -> None:
+        made = sparse(tmp_path, 200, max_bytes=100_000)
+        if rank == 1:
+            made.on(Events.ITERATION_COMPLETED(once=101))(change_a_rate)
+        made.train()
+
+    assert {each.error for each in in_processes(body)} == {""}
+    found = diff_ranks(tmp_path)
+    assert found.event is not None
+    assert found.rank == 1
+    assert 101 < found.event.iteration <= 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer, TrainingConfig
@@ -17,9 +19,9 @@ from pulsetrain.engine import Events, Every, SupervisedStrategy
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.handlers import Checkpointer
-from tests.support.models import pairs
+from tests.support.models import Keeping, pairs
 from tests.support.ranks import in_processes
-from tests.support.runs_of_ranks import double, dropping, in_one_process, linear, make, weights_of
+from tests.support.runs_of_ranks import RANKS, double, dropping, in_one_process, linear, make, weights_of
 
 
 def test_killed_runs_of_two_ranks_resume_bit_for_bit_with_their_random_numbers(tmp_path: Path):
@@ -109,6 +111,30 @@ def test_a_checkpoint_inside_an_accumulation_has_the_gradients_of_all_ranks(tmp_
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
 
 
+def test_a_run_that_is_stopped_inside_an_accumulation_resumes_bit_for_bit(tmp_path: Path):
+    """The sums are formed in the same order wherever a run is stopped: each batch is averaged over the ranks."""
+
+    def body(rank: int) -> Any:
+        def wide(folder: Path) -> Trainer:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+            loader = DataLoader(pairs(32), 4, shuffle=True)
+            return make(model, loader, Checkpointer(folder), accumulate=4)
+
+        stopped, resumed, whole = wide(tmp_path / "run"), wide(tmp_path / "run"), wide(tmp_path / "whole")
+        stopped.on(Events.ITERATION_COMPLETED(once=6))(lambda: stopped.terminate(alike=True))
+        stopped.train()
+        resumed.train(resume="latest")
+        whole.train()
+        return stopped.accumulated, weights_of(resumed), weights_of(whole)
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    for waiting, after, expected in (first.value, second.value):
+        assert waiting == 2
+        assert after == expected
+
+
 def test_what_prepare_batch_draws_is_repeated_after_a_kill(tmp_path: Path):
     class Noisy(SupervisedStrategy):
         def prepare_batch(self, batch: object) -> Any:
@@ -141,3 +167,26 @@ def test_what_prepare_batch_draws_is_repeated_after_a_kill(tmp_path: Path):
 
 def replace_inputs(batch: TrainingBatch, inputs: Any) -> TrainingBatch:
     return TrainingBatch(inputs, batch.targets, batch.samples, batch.tokens, batch.weight)
+
+
+@pytest.mark.parametrize("world", [1, RANKS])
+def test_a_model_that_loads_by_itself_gets_the_state_that_it_gave(world: int, tmp_path: Path):
+    def body(rank: int) -> Any:
+        given = []
+        for form in ("torch", "safetensors"):
+            for resume in (None, "latest"):
+                model = Keeping()
+                saver = Checkpointer(tmp_path / form, Every(iterations=2), form=form)
+                made = make(model, DataLoader(pairs(16), 4), saver, max_epochs=1 if resume is None else 2)
+                made.train(resume=resume)
+            given += model.given
+        if world == 1:
+            model.given.clear()
+            made.train_epoch(model_state=made.model_state)
+            given += model.given
+        return given
+
+    expected = [(OrderedDict, ["_metadata", "note"])]
+    for each in in_processes(body, world):
+        assert each.error == ""
+        assert each.value == expected * (3 if world == 1 else 2)

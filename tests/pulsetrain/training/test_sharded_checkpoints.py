@@ -14,17 +14,20 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from pulsetrain import SignalWatch
-from pulsetrain.engine import LAST, ConfigurationError, Events, Every, Phase
-from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine import LAST, CheckpointError, ConfigurationError, Events, Every, Phase
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_weights, save_safetensors
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.handlers import EMA, SWA, Checkpointer
+from tests.support.models import pairs
 from tests.support.ranks import in_processes
-from tests.support.runs_of_shards import KINDS, apart, saving, trained, whole_of
+from tests.support.runs_of_ranks import make_with
+from tests.support.runs_of_shards import KINDS, apart, net, saving, sharded, trained, whole_of
 
 
 @pytest.mark.parametrize(
@@ -343,3 +346,106 @@ def test_a_save_may_take_longer_than_a_rank_may_be_late(kind: str, tmp_path: Pat
         assert each.error == ""
         assert each.value == expected.value
     assert (tmp_path / "2.5" / "checkpoints" / "000000005-checkpoint").is_dir()
+
+
+@pytest.mark.parametrize("stage", ["state", "write"])
+@pytest.mark.parametrize(
+    ("background", "kind"),
+    [
+        (False, KeyboardInterrupt),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, KeyboardInterrupt), (False, OSError))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_ends_one_process_inside_of_a_save_ends_the_other(
+    stage: str, background: bool, kind: type[BaseException], tmp_path: Path
+):
+    if stage == "write" and kind is OSError:
+        pytest.skip("costs the checkpoint alone, as another test shows")
+
+    def run(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, "fsdp", {"background": background})
+        if rank == 1 and stage == "state":
+            state = made.checkpoint_state
+
+            def fail() -> Any:
+                if made.state.iteration == 6:
+                    raise kind("in the state")
+                return state()
+
+            made.checkpoint_state = fail  # type: ignore[method-assign]
+        elif rank == 1:
+            write = Disk.write
+
+            def fail_to_write(disk: Disk, target: Path, name: str, content: Any) -> Any:
+                if target.name.startswith("000000006"):
+                    raise kind("in the write")
+                return write(disk, target, name, content)
+
+            Disk.write = fail_to_write  # type: ignore[method-assign]
+        made.train()
+
+    first, second = in_processes(run, limit=40)
+    assert second.error
+    assert first.error
+    assert (tmp_path / "run" / "checkpoints" / "000000003-checkpoint").is_dir()
+    assert not (tmp_path / "run" / "checkpoints" / "000000006-checkpoint").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_the_run", [False, True])
+def test_a_process_that_is_killed_inside_of_a_save_is_named(after_the_run: bool, tmp_path: Path):
+    def run(rank: int) -> None:
+        made = saving(tmp_path / "run", rank, "fsdp", max_epochs=1)
+        if after_the_run:
+            made.train()
+        write = Disk.write
+
+        def die(disk: Disk, target: Path, name: str, content: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(disk, target, name, content)
+
+        Disk.write = die  # type: ignore[method-assign]
+        made.save_checkpoint("own") if after_the_run else made.train()
+
+    begun = time.monotonic()
+    first, second = in_processes(run, limit=50)
+    assert second.status == -signal.SIGKILL
+    assert "rank 1 has given no sign of life" in first.error + first.stderr or "rank 1 has ended" in first.error
+    assert time.monotonic() - begun < 40
+
+
+def test_a_handler_that_one_process_lacks_costs_no_checkpoint_silently(tmp_path: Path):
+    def run(rank: int) -> None:
+        average = [EMA(0.9, validate=False)] if rank == 0 else []
+        saving(tmp_path / "run", rank, "fsdp", None, *average).train()
+
+    first, second = in_processes(run, limit=40)
+    assert "EMA" in first.error.splitlines()[-1] + first.error
+    assert "12 of its 20 items are in the files" in first.error
+    assert "12 of its 20 items are in the files" in second.error
+    assert not list((tmp_path / "run" / "checkpoints").glob("0*"))
+
+
+def test_a_sharded_model_of_another_dtype_is_refused_and_weights_are_loaded_before(tmp_path: Path):
+    def run(rank: int) -> Any:
+        saving(tmp_path / "run", rank, "fsdp", max_epochs=1).train()
+        made = saving(tmp_path / "run", rank, "fsdp", max_epochs=2)
+        float32 = make_with(net().float(), DataLoader(pairs(17), 4), None, backend=sharded(), optimizer="adamw")
+        said = []
+        for refused in (
+            lambda: float32.load_checkpoint(tmp_path / "run"),
+            lambda: load_weights(made.model, tmp_path / "run"),
+            lambda: save_safetensors(made.model, tmp_path / "w.safetensors"),
+        ):
+            with pytest.raises(CheckpointError) as error:
+                refused()
+            said.append(str(error.value))
+        return said
+
+    for each in in_processes(run):
+        assert each.error == ""
+        assert "the checkpoint has 0.weight in torch.float64, and the sharded model in torch.float32" in each.value[0]
+        assert "load the weights before the Trainer splits it up" in each.value[1]
+        assert "checkpoint consolidate" in each.value[2]

@@ -1,0 +1,53 @@
+"""The Python and YAML of docs/distributed.md, in two processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader
+
+import pulsetrain
+from pulsetrain.engine import Events, TorchBackend
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.topology import Topology
+from tests.support.models import pairs
+from tests.support.ranks import in_processes
+from tests.support.runs_of_ranks import linear, make
+
+GUIDE = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
+
+
+def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_processes_differ():
+    sharding, stopping = blocks("python")
+
+    def body(rank: int) -> Any:
+        names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
+        names |= {"Events": Events, "model": nn.Sequential(linear()), "loader": DataLoader(pairs(16), 4)}
+        exec(sharding, names)
+        names["trainer"] = made = make(linear(), DataLoader(pairs(16), 4), max_epochs=9)
+        exec(stopping, names)
+        if rank == 1:
+            made.on(Events.ITERATION_COMPLETED(once=6))(lambda: made.optimizer.param_groups[0].update(lr=0.2))
+        made.train()
+        return is_sharded(names["model"]), made.state.iteration, made.state.stop_reason
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    is_split, ended, reason = first.value
+    assert is_split
+    assert 6 <= ended < 36
+    assert reason.startswith("learning_rates differs in rank")
+
+
+def test_the_yaml_about_several_processes_describes_a_topology():
+    (block,) = blocks("yaml")
+    assert Topology(**yaml.safe_load(block)["parallel"]).sizes(4) == (2, 2)
