@@ -311,12 +311,12 @@ class ControlGroup:
             except RuntimeError as error:
                 if _STILL_GOING not in str(error):
                     raise
-                if self._is_another_busy():
+                if self._others_are_busy():
                     until = time.monotonic() + self.timeout
                 elif time.monotonic() >= until:
                     raise
 
-    def _is_another_busy(self) -> bool:
+    def _others_are_busy(self) -> bool:
         assert self._store is not None
         assert self.board is not None
         failure = self.board.first_of_others()
