@@ -74,6 +74,7 @@ class FailureBoard:
         text = "".join(traceback.format_exception(error))[-_LIMIT:]
         try:
             self._store.compare_set(self._key(_FIRST), "", json.dumps([self._rank, where, text]))
+            self._store.set(self._key(f"{_READ}{self._rank}"), "")  # it will not read another one
             self._store.wait([self._key(f"{_READ}{rank}") for rank in self._readers], timedelta(seconds=_READING))
         except RuntimeError:  # it was on a rank that has ended; or a reader has
             return

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which the first optimizer imports for a second: else each process does so by itself
 import torch.distributed
 
 __all__ = ["Ended", "free_port", "in_processes"]

@@ -65,7 +65,9 @@ def test_a_rank_that_never_comes_is_named(absent: int):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_late_for_a_collective_is_named():
+def test_a_rank_that_is_late_for_a_collective_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pulsetrain.engine.distributed.collectives._SILENT", 0.1)
+
     def body(rank: int) -> None:
         control = join(timeout=1.0)
         control.barrier()
@@ -162,18 +164,18 @@ def test_a_request_of_any_rank_ends_all_at_the_same_fixed_point_and_a_signal_at_
 def test_a_signal_is_agreed_on_between_two_log_points():
     def body(rank: int) -> Any:
         control = join()
-        pulse = Pulse(control, every=1000, within=0.01, clock=time.monotonic)
-        assert pulse.beat(1000, fixed=True, values=[rank, 2.0]) == (None, [1.0, 4.0])
-        for iteration in range(1001, 3001):
+        pulse = Pulse(control, every=100, within=0.01, clock=time.monotonic)
+        assert pulse.beat(100, fixed=True, values=[rank, 2.0]) == (None, [1.0, 4.0])
+        for iteration in range(101, 300):
             time.sleep(0.001)
             control.barrier()  # the gradients
-            if rank == 1 and iteration == 2005:
+            if rank == 1 and iteration == 205:
                 pulse.ask("SIGTERM was received", observed=True, signal="SIGTERM")
-            if pulse.is_due(iteration) and pulse.beat(iteration, fixed=iteration % 1000 == 0)[0]:
+            if pulse.is_due(iteration) and pulse.beat(iteration, fixed=iteration % 100 == 0)[0]:
                 return iteration
         return None
 
     first, second = in_processes(body)
     assert first.error == second.error == ""
     assert first.value == second.value
-    assert 2005 <= first.value < 2105
+    assert 205 <= first.value < 300

@@ -22,7 +22,10 @@ from tests.support.runs_of_ranks import dropping, linear, make
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_the_error_of_one_rank_is_what_the_other_one_raises(who: int, tmp_path: Path):
+def test_the_error_of_one_rank_is_what_the_other_one_raises(who: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # the main process, with which the store ends, does not wait for one that has failed itself
+    monkeypatch.setattr("pulsetrain.engine.distributed.failures._READING", 60.0)
+
     def body(rank: int) -> None:
         made = dropping(tmp_path / "run")
 
@@ -59,12 +62,15 @@ def test_a_rank_whose_process_is_stopped_is_named(tmp_path: Path, monkeypatch: p
 
     def stop() -> None:
         if os.fork() == 0:  # kills the stopped process in the end
-            time.sleep(4.0)
+            other, until = int((tmp_path / "pid-0").read_text()), time.monotonic() + 15.0
+            while Path(f"/proc/{other}").exists() and time.monotonic() < until:
+                time.sleep(0.05)
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def body(rank: int) -> None:
+        (tmp_path / f"pid-{rank}").write_text(str(os.getpid()))
         made = dropping(tmp_path / "run", max_epochs=2000)
         if rank == 1:
             made.on(Events.ITERATION_COMPLETED(once=20))(stop)
@@ -77,7 +83,6 @@ def test_a_rank_whose_process_is_stopped_is_named(tmp_path: Path, monkeypatch: p
     assert time.monotonic() - begun < 20.0
 
 
-@pytest.mark.slow
 def test_a_rank_that_leaves_a_run_early_is_not_taken_for_a_stopped_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.05, grace=0.1, silence=0.3))
 
@@ -91,8 +96,9 @@ def test_a_rank_that_leaves_a_run_early_is_not_taken_for_a_stopped_one(monkeypat
     assert [each.error for each in in_processes(body)] == ["", ""]
 
 
-@pytest.mark.slow
-def test_a_failure_that_was_caught_does_not_end_the_next_run():
+def test_a_failure_that_was_caught_does_not_end_the_next_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.05, grace=0.1))
+
     def body(rank: int) -> Any:
         first = make(linear(), DataLoader(pairs(16), 4))
 
@@ -103,7 +109,7 @@ def test_a_failure_that_was_caught_does_not_end_the_next_run():
         with pytest.raises((ValueError, PeerFailed)):
             first.train()
         second = make(linear(), DataLoader(pairs(16), 4), max_epochs=3)
-        second.on(Events.ITERATION_COMPLETED(once=5))(lambda: time.sleep(2.5))  # longer than the warden's interval
+        second.on(Events.ITERATION_COMPLETED(once=5))(lambda: time.sleep(0.8))  # longer than it waits
         second.train()
         return second.state.iteration
 

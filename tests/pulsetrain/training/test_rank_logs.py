@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.engine.recording.log.stall import StallWatch
 from pulsetrain.engine.recording.where import positions, stragglers
 from pulsetrain.handlers import Checkpointer, EventRecorder, Fingerprints
+from pulsetrain.handlers.recorder.event_recorder import LEAST_BYTES
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import linear, make
@@ -33,17 +35,22 @@ from tests.support.runs_of_ranks import linear, make
 ITERATIONS = 40
 
 
-def recorded(run: Path, *handlers: Any, **config: Any) -> Trainer:
-    made = [EventRecorder(run), Checkpointer(run, every=Every(iterations=7)), Fingerprints(Every(iterations=5))]
-    return make(linear(), DataLoader(pairs(40), 4), *made, *handlers, max_epochs=4, clip_grad_norm=1.0, **config)
+def recorded(
+    run: Path, *handlers: Any, saves: int = 7, options: Mapping[str, Any] | None = None, **config: Any
+) -> Trainer:
+    recorder = EventRecorder(run, **(options or {}))
+    made = [recorder, Checkpointer(run, every=Every(iterations=saves)), Fingerprints(Every(iterations=5))]
+    return make(
+        linear(), DataLoader(pairs(40), 4), *made, *handlers, **{"max_epochs": 4, "clip_grad_norm": 1.0, **config}
+    )
 
 
-def finish(run: Path, world: int = 2) -> None:
-    for each in in_processes(lambda rank: len(recorded(run).train(resume="latest")), world):
+def finish(run: Path, world: int = 2, **options: Any) -> None:
+    for each in in_processes(lambda rank: len(recorded(run, **options).train(resume="latest")), world):
         assert each.error == ""
 
 
-def kill_at(iteration: int, run: Path, who: int, world: int = 2) -> None:
+def kill_at(iteration: int, run: Path, who: int, world: int = 2, **options: Any) -> None:
     """One rank kills all."""
 
     def kill() -> None:
@@ -51,7 +58,7 @@ def kill_at(iteration: int, run: Path, who: int, world: int = 2) -> None:
             os.kill(int(file.read_text()), signal.SIGKILL)  # itself last
 
     def body(rank: int) -> None:
-        made = recorded(run)
+        made = recorded(run, **options)
         (run / f"pid-{rank}").write_text(str(os.getpid()))
         if rank == who:
             made.on(Events.ITERATION_COMPLETED(once=iteration))(kill)
@@ -82,13 +89,43 @@ def test_each_rank_continues_its_log_after_kills(who: int, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_rank_that_was_not_there_for_a_while_has_a_log_with_a_gap(tmp_path: Path):
-    kill_at(10, tmp_path, 0)
-    in_one = in_processes(lambda rank: stop_at(tmp_path, 21), 1)
+    kill_at(10, tmp_path, 0)  # after the checkpoint of iteration 7,
+    kill_at(12, tmp_path, 0)  # from which it resumes twice: with this rank
+    in_one = in_processes(lambda rank: stop_at(tmp_path, 21), 1)  # and without it
     assert in_one[0].error == ""
+    kill_at(31, tmp_path, 0)
     finish(tmp_path)
     assert iterations_in(tmp_path, 0) == list(range(1, ITERATIONS + 1))
     assert iterations_in(tmp_path, 1) == [*range(1, 8), *range(22, ITERATIONS + 1)]
     assert not diff_ranks(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_log_of_another_run_is_not_continued(tmp_path: Path):
+    kill_at(10, tmp_path, 0)
+    for file in (tmp_path / "events").glob("*rank1*"):
+        file.unlink()
+    write_log(tmp_path, 1, events=4 * ITERATIONS)
+    finish(tmp_path)
+    assert iterations_in(tmp_path, 1) == list(range(8, ITERATIONS + 1))
+    assert not diff_ranks(tmp_path)
+
+
+@pytest.mark.slow
+def test_logs_of_each_third_iteration_are_continued_and_compared(tmp_path: Path):
+    options: dict[str, Any] = {"saves": 5, "options": {"every": 3}}
+    kill_at(13, tmp_path, 0, **options)  # iteration 10, the last one of an epoch, is not in the log
+    finish(tmp_path, **options)
+    for rank in (0, 1):
+        log = EventLog(tmp_path, rank)
+        assert log.verify() == []
+        assert iterations_in(tmp_path, rank) == list(range(3, ITERATIONS + 1, 3))
+        for name in ("epoch_started", "epoch_completed"):
+            epochs = [event.epoch for event in log.read(engine="trainer", event=name) if event.ord >= 0]
+            assert epochs == [1, 2, 3, 4], (rank, name)
+    found = diff_ranks(tmp_path)
+    assert not found, str(found)
+    assert found.agreed > ITERATIONS
 
 
 def stop_at(run: Path, iteration: int) -> None:
@@ -148,11 +185,16 @@ def test_the_log_of_one_process_has_no_ranks_to_compare(tmp_path: Path, capsys: 
 NAMES = ("iteration_started", "gradients_ready", "optimizer_step_completed", "iteration_completed")
 
 
-def write_log(folder: Path, rank: int, events: int) -> None:
-    writer = LogWriter(folder / "events", rank)
+def write_log(
+    folder: Path, rank: int, events: int, max_bytes: int | None = None, *, logs: bool = False, differs_at: int = 0
+) -> None:
+    """A log of iterations that log nothing, or metrics; of one iteration, the norm differs."""
+    writer, names = LogWriter(folder / "events", rank, max_bytes), (*NAMES, *(["metrics_logged"] if logs else []))
     for at in range(events):
-        event = LoggedEvent(ord=at, engine="trainer", event=NAMES[at % 4], iteration=at // 4 + 1, seq=at)
-        writer.add(event)
+        iteration, name = at // len(names) + 1, names[at % len(names)]
+        norm = random.Random(iteration).random() + (iteration == differs_at)  # which takes room
+        payload = {"grad_norm": norm} if name == "gradients_ready" else None
+        writer.add(LoggedEvent(at, "trainer", name, iteration=iteration, payload=payload, seq=writer.last_seq + 1))
     writer.close()
 
 
@@ -163,6 +205,23 @@ def test_logs_that_end_at_different_moments_agree(lengths: tuple[int, int], tmp_
     found = diff_ranks(tmp_path)
     assert not found, str(found)
     assert found.agreed == 10
+
+
+@pytest.mark.parametrize("thins", [0, 1])
+def test_what_one_log_was_thinned_of_is_not_compared(thins: int, tmp_path: Path):
+    events, differs_at = 20_000, 3900
+    budgets = [LEAST_BYTES if rank == thins else None for rank in (0, 1)]
+    for rank in (0, 1):
+        write_log(tmp_path, rank, events, budgets[rank], logs=True)
+        assert (len(EventLog(tmp_path, rank)) < events) == (rank == thins)
+    found = diff_ranks(tmp_path)
+    assert not found, str(found)
+    for file in (tmp_path / "events").glob("*rank1*"):
+        file.unlink()
+    write_log(tmp_path, 1, events, budgets[1], logs=True, differs_at=differs_at)
+    found = diff_ranks(tmp_path)
+    assert found.event is not None
+    assert (found.event.event, found.event.iteration) == ("gradients_ready", differs_at)
 
 
 def test_folders_without_the_logs_of_several_ranks_are_named_as_they_are(tmp_path: Path, capsys: Any):

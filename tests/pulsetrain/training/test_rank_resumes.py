@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,22 @@ from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import RANKS, double, dropping, in_one_process, linear, make, weights_of
 
 
-@pytest.mark.parametrize("at", [4, 5, 6, 8])
-def test_a_killed_run_of_two_ranks_resumes_bit_for_bit_with_its_random_numbers(at: int, tmp_path: Path):
-    def cut(rank: int) -> None:
-        made = dropping(tmp_path / "run")
+def test_killed_runs_of_two_ranks_resume_bit_for_bit_with_their_random_numbers(tmp_path: Path):
+    ends = (4, 5, 6, 8)
+
+    def cut(rank: int, at: int) -> None:
+        made = dropping(tmp_path / str(at))
         made.on(Events.ITERATION_COMPLETED(once=at))(lambda: os._exit(0))
         made.train()
 
     def resumed(rank: int) -> Any:
-        made = dropping(tmp_path / "run")
-        with structlog.testing.capture_logs() as logs:
-            made.train(resume="latest")
-        return weights_of(made), [line["event"] for line in logs if line["log_level"] == "warning"]
+        found = []
+        for at in ends:
+            made = dropping(tmp_path / str(at))
+            with structlog.testing.capture_logs() as logs:
+                made.train(resume="latest")
+            found.append((weights_of(made), [line["event"] for line in logs if line["log_level"] == "warning"]))
+        return found
 
     def whole(rank: int) -> Any:
         made = dropping(tmp_path / f"whole-{rank}")
@@ -43,13 +48,14 @@ def test_a_killed_run_of_two_ranks_resumes_bit_for_bit_with_its_random_numbers(a
         made.train()
         return weights_of(made), drawn
 
-    in_processes(cut)
+    for at in ends:
+        in_processes(partial(cut, at=at))
     first, second = in_processes(resumed)
     expected, other = in_processes(whole)
     assert [each.error for each in (first, second, expected, other)] == [""] * 4
-    assert first.value == second.value == (expected.value[0], [])
+    assert first.value == second.value == [(expected.value[0], [])] * len(ends)
     assert not set(expected.value[1]) & set(other.value[1]), "each rank draws its own numbers"
-    assert not EventLog(tmp_path / "run").verify()
+    assert not any(EventLog(tmp_path / str(at)).verify() for at in ends)
 
 
 @pytest.mark.parametrize("before", [1, 2])

@@ -23,12 +23,11 @@ from tests.support.runs_of_ranks import RANKS, double, in_one_process, linear, m
 ROWS = (15, 16, 17, 19, 24, 34)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("wrapped", ["plain", "a sampler by rank", "wrapped by the user"])
-def test_two_ranks_learn_what_one_process_learns_from_the_whole_batches(wrapped: str, accumulate: int):
-    """Every sample counts once, for any number of them, also in validation."""
+def test_two_ranks_learn_what_one_process_learns_from_the_whole_batches(wrapped: str):
+    """Every sample counts once, for any number of them, also in validation, and with accumulation."""
 
-    def train(rows: int, rank: int | None) -> Any:
+    def train(rows: int, accumulate: int, rank: int | None) -> Any:
         model, val = linear().double(), DataLoader(double(rows + 3), 4)
         if wrapped == "a sampler by rank" and rank is not None:
             sampler = DistributedSampler(double(rows), RANKS, rank)
@@ -43,19 +42,20 @@ def test_two_ranks_learn_what_one_process_learns_from_the_whole_batches(wrapped:
         return counted, history, [each.tolist() for each in model.parameters()], made.state.metrics
 
     def body(rank: int) -> Any:
-        return [train(rows, rank) for rows in ROWS]
+        return [train(*case, rank) for case in cases]
 
+    cases = [(rows, accumulate) for accumulate in (1, 2) for rows in ROWS]
     first, second = in_processes(body, own_group=wrapped == "wrapped by the user")
     assert (first.error, second.error) == ("", ""), first.error + second.error
     assert first.value == second.value, "the ranks have diverged"
-    for rows, (counted, history, weights, metrics) in zip(ROWS, first.value, strict=True):
-        expected = train(rows, None)
-        assert counted == expected[0], rows
+    for case, (counted, history, weights, metrics) in zip(cases, first.value, strict=True):
+        expected = train(*case, None)
+        assert counted == expected[0], case
         assert history.keys() == expected[1].keys()
         for name, values in history.items():
             # the mean loss is one of float32 numbers
             precision = 1e-6 if name == "train/loss" else 1e-12
-            assert values == pytest.approx(expected[1][name], rel=precision), (rows, name)
+            assert values == pytest.approx(expected[1][name], rel=precision), (case, name)
         for mine, theirs in zip(weights, expected[2], strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
         assert metrics == pytest.approx(expected[3], rel=1e-12)
@@ -126,8 +126,7 @@ def test_parameters_that_a_handler_adds_are_averaged():
     assert first.value == second.value
 
 
-@pytest.mark.parametrize("kind", ["sums", "torchmetrics", "gathers", "own"])
-def test_metrics_are_those_of_one_process(kind: str):
+def test_metrics_are_those_of_one_process():
     class Own:
         def reset(self) -> None:
             self.rows = 0
@@ -139,12 +138,15 @@ def test_metrics_are_those_of_one_process(kind: str):
             return float(self.rows)
 
     def body(rank: int) -> Any:
-        metrics: dict[str, Any] = {
+        kinds: dict[str, dict[str, Any]] = {
             "sums": {"mae": MeanAbsoluteError()},
             "torchmetrics": {"mse": torchmetrics.MeanSquaredError()},
             "gathers": {"all": EpochMetric(lambda preds, targets: float((preds - targets).abs().median()))},
             "own": {"rows": Own(), "mse": torchmetrics.MeanSquaredError()},
-        }[kind]
+        }
+        return {kind: values(metrics) for kind, metrics in kinds.items()}
+
+    def values(metrics: dict[str, Any]) -> list[dict[str, float]]:
         found = []
         for loader in (
             DataLoader(pairs(13), 4),
@@ -162,8 +164,9 @@ def test_metrics_are_those_of_one_process(kind: str):
     first, second = in_processes(body)
     assert (first.error, second.error) == ("", ""), first.error + second.error
     assert first.value == second.value
-    for mine, theirs in zip(first.value, in_one_process(body), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5), kind
+    for kind, expected in in_one_process(body).items():
+        for mine, theirs in zip(first.value[kind], expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5), kind
 
 
 def test_data_that_a_user_shares_out_is_weighed_by_its_size():

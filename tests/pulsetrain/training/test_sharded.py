@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from tests.support.runs_of_ranks import double, make_with
 from tests.support.runs_of_shards import apart, net, sharded, trained
 
 
-@pytest.mark.parametrize("rows", [15, 16, 17, 34])
 @pytest.mark.parametrize(
     "config",
     [
@@ -33,16 +34,20 @@ from tests.support.runs_of_shards import apart, net, sharded, trained
     ],
     ids=["plain", "clipped", "clamped", "accumulated"],
 )
-def test_two_shards_learn_what_one_process_learns(rows: int, config: dict[str, Any]):
-    def run(rank: int, backend: Any) -> dict[str, Any]:
-        loaders = DataLoader(double(rows), 4, shuffle=True), DataLoader(double(9), 2)
-        return trained(make_with(net(rank), *loaders, backend=backend, **config))
+def test_two_shards_learn_what_one_process_learns(config: dict[str, Any]):
+    def run(rank: int, backend: Callable[[], Any]) -> dict[int, dict[str, Any]]:
+        found = {}
+        for rows in (15, 16, 17, 34):
+            loaders = DataLoader(double(rows), 4, shuffle=True), DataLoader(double(9), 2)
+            found[rows] = trained(make_with(net(rank), *loaders, backend=backend(), **config))
+        return found
 
-    one = run(0, None)
-    for each in in_processes(lambda rank: run(rank, sharded())):
+    one = run(0, lambda: None)
+    for each in in_processes(lambda rank: run(rank, sharded)):
         assert each.error == ""
-        assert each.value["sharded"]
-        assert apart(each.value, one) < 1e-12
+        for rows, found in each.value.items():
+            assert found["sharded"]
+            assert apart(found, one[rows]) < 1e-12, rows
 
 
 def test_an_optimizer_that_was_made_over_the_plain_parameters_updates_the_shards():
@@ -117,20 +122,27 @@ def test_fingerprints_and_a_model_state_are_of_a_ranks_shard():
     assert (first.value[1], second.value[1]) == ((0, 0), (3, 0))
 
 
-@pytest.mark.parametrize(
-    "handler",
-    [
-        lambda folder: BestModel("val/loss"), CrashBundle, lambda folder: GradientMonitor(histograms=True),
-        lambda folder: Checkpointer(folder, every="auto"), lambda folder: Checkpointer(folder, Every(seconds=5)),
-    ],
-    ids=["BestModel", "CrashBundle", "histograms", "auto", "seconds"],
-)  # fmt: skip
-def test_handlers_that_do_not_know_shards_are_refused_before_training(handler: Any, tmp_path: Path):
-    def run(rank: int) -> None:
-        make_with(net(), DataLoader(double(16), 4), DataLoader(double(9), 2), handler(tmp_path), backend=sharded())
+def test_handlers_that_do_not_know_shards_are_refused_before_training(tmp_path: Path):
+    handlers: dict[str, Callable[[], Any]] = {
+        "BestModel": lambda: BestModel("val/loss"),
+        "CrashBundle": lambda: CrashBundle(tmp_path),
+        "GradientMonitor": lambda: GradientMonitor(histograms=True),
+        "Checkpointer(every='auto')": lambda: Checkpointer(tmp_path, every="auto"),
+        "Checkpointer(every=Every(seconds=5))": lambda: Checkpointer(tmp_path, Every(seconds=5)),
+    }
+
+    def run(rank: int) -> list[str]:
+        said = []
+        for handler in handlers.values():
+            with pytest.raises(ConfigurationError) as refused:
+                make_with(net(), DataLoader(double(16), 4), DataLoader(double(9), 2), handler(), backend=sharded())
+            said.append(str(refused.value))
+        return said
 
     for each in in_processes(run):
-        assert "ConfigurationError" in each.error.splitlines()[-1]
+        assert each.error == ""
+        for name, text in zip(handlers, each.value, strict=True):
+            assert name.split("(")[0] in text, (name, text)
 
 
 def test_a_topology_that_does_not_fit_is_refused():
@@ -211,31 +223,30 @@ def test_weights_of_the_model_itself_and_shared_ones_are_trained_saved_and_valid
         assert apart(each.value, one) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"precision": "fp16"}, "precision='fp16'"),
-        ({"compile": True}, "compile=True"),
-        ({"optimizer": "muon"}, "is not known to work with a sharded model"),
-        ({"optimizer": lambda: torch.optim.SGD(net().parameters(), 0.1)}, "a parameter that is not the model's"),
-    ],
-    ids=["fp16", "compile", "muon", "others"],
-)
-def test_what_is_not_known_to_work_on_shards_is_refused(options: dict[str, Any], said: str):
-    def run(rank: int) -> str:
-        given = {name: value() if callable(value) else value for name, value in options.items()}
-        with pytest.raises(ConfigurationError) as refused:
-            make_with(net().float(), DataLoader(pairs(16), 4), None, backend=sharded(), **given)
-        return str(refused.value)
+def test_what_is_not_known_to_work_on_shards_is_refused():
+    refusals: list[tuple[str, Any, str]] = [
+        ("precision", "fp16", "precision='fp16'"),
+        ("compile", True, "compile=True"),
+        ("optimizer", "muon", "is not known to work with a sharded model"),
+        ("optimizer", torch.optim.SGD(net().parameters(), 0.1), "a parameter that is not the model's"),
+    ]
+
+    def run(rank: int) -> list[str]:
+        found = []
+        for name, value, _ in refusals:
+            with pytest.raises(ConfigurationError) as refused:
+                make_with(net().float(), DataLoader(pairs(16), 4), None, backend=sharded(), **{name: value})
+            found.append(str(refused.value))
+        return found
 
     for each in in_processes(run):
         assert each.error == ""
-        assert said in each.value
+        for (_, _, said), text in zip(refusals, each.value, strict=True):
+            assert said in text
 
 
-@pytest.mark.parametrize("norm_type", [1, 2, float("inf")])
-def test_the_norms_of_a_sharded_models_gradients_are_those_of_one_process(norm_type: float):
-    def run(rank: int, backend: Any) -> Any:
+def test_the_norms_of_a_sharded_models_gradients_are_those_of_one_process():
+    def norms(norm_type: float, backend: Any) -> dict[str, list[float]]:
         monitor = GradientMonitor(Every(updates=2), norm_type=norm_type, updates=True)
         made = make_with(net(), DataLoader(double(17), 4), None, monitor, backend=backend)
         found: dict[str, list[float]] = {}
@@ -249,10 +260,12 @@ def test_the_norms_of_a_sharded_models_gradients_are_those_of_one_process(norm_t
         made.train()
         return found
 
-    one = run(0, None)
-    assert len(one) == 8
-    first, second = in_processes(lambda rank: run(rank, sharded()))
+    kinds = (1, 2, math.inf)
+    first, second = in_processes(lambda rank: [norms(kind, sharded()) for kind in kinds])
     assert (first.error, second.error) == ("", "")
     assert first.value == second.value
-    for name, values in one.items():
-        assert first.value[name] == pytest.approx(values, rel=1e-12), name
+    for kind, found in zip(kinds, first.value, strict=True):
+        one = norms(kind, None)
+        assert len(one) == 8
+        for name, values in one.items():
+            assert found[name] == pytest.approx(values, rel=1e-12), (kind, name)
