@@ -19,9 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain import Loop, Trainer
 from pulsetrain.engine import ConfigurationError, TorchBackend
+from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.engine.environment import describe_environment
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
-from tests.support.runs_of_ranks import RANKS, double, dropping, linear, make, shared_loader
+from tests.support.runs_of_ranks import RANKS, double, dropping, linear, make, make_with, shared_loader
+
+UNFIT = Topology(shard=3)
 
 
 def sharded_by_modules(model: nn.Module) -> nn.Module:
@@ -115,6 +119,32 @@ def test_ranks_with_other_settings_are_named_before_the_first_batch(tmp_path: Pa
 
 class Own(DataLoader[Any]):
     """A loader of the user's, of which each process has its own."""
+
+
+def test_other_code_versions_and_numbers_of_processes_are_named_before_the_first_batch():
+    """The code differs where the model's tensors do."""
+
+    def refusal(model: nn.Module, **options: Any) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            make_with(model, DataLoader(pairs(16), 4), None, **options)
+        return str(refused.value)
+
+    def body(rank: int) -> list[str]:
+        found = [refusal(nn.Linear(4, 1 + rank)), refusal(linear(), backend=TorchBackend("cpu", topology=UNFIT))]
+        with pytest.MonkeyPatch.context() as patched:
+            environment = {**describe_environment("cpu"), **({"pulsetrain": "0.0"} if rank else {})}
+            patched.setattr("pulsetrain.training.agreement.describe_environment", lambda device: environment)
+            return [*found, refusal(linear())]
+
+    rules = [
+        r"started alike, and differ: rank 1 has the model's tensors=.*\(2, 4\).*, rank 0 has .*\(1, 4\)",
+        r"Topology\(replicate=-1, shard=3\): does not fit 2 processes: start a multiple of 3",
+        r"started alike, and differ: rank 1 has pulsetrain='0.0', rank 0 has '\d",
+    ]
+    for ended in in_processes(body):
+        assert ended.error == ""
+        for rule, text in zip(rules, ended.value, strict=True):
+            assert re.search(rule, text), text
 
 
 def test_processes_with_other_numbers_of_batches_are_named():

@@ -287,7 +287,19 @@ def test_the_rank_that_hangs_is_named_after_everything_was_killed(
 
         def sleep() -> None:
             if rank == who and at and at[0].state.iteration == 6:
+                asleep.touch()
                 time.sleep(60)
+
+        def since(stall: Path) -> bool:
+            return stall.exists() and stall.stat().st_mtime > asleep.stat().st_mtime
+
+        def kill() -> None:
+            stalls = [tmp_path / "events" / f"stall.rank{each}.json" for each in (0, 1)]
+            until = time.monotonic() + 20.0
+            while time.monotonic() < until and not (asleep.exists() and all(map(since, stalls))):
+                time.sleep(0.05)
+            time.sleep(0.5)  # the last stacks
+            os.kill(os.getpid(), signal.SIGKILL)
 
         data = Slow(sleep) if place == "loader" else pairs(40)
         model = SlowStep(sleep if place == "step" else (lambda: None))
@@ -298,9 +310,10 @@ def test_the_rank_that_hangs_is_named_after_everything_was_killed(
             made.on(Events.ITERATION_COMPLETED)(sleep)
         if place == "save":
             monkeypatch.setattr(os, "fsync", lambda descriptor: sleep())
-        threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        threading.Thread(target=kill, daemon=True).start()
         made.train()
 
+    asleep = tmp_path / "asleep"
     in_processes(body)
     found = positions(tmp_path)
     (last,) = stragglers(found)
