@@ -150,7 +150,7 @@ class Trainer(Engine):
             control=self.agreement.control,
             same_number="" if self.wraps_model else "the body of a Loop would count one that is repeated",
         )
-        self.agreement.check_alike(config, model, train_loader, self.backend.device)
+        self.agreement.check_alike(config, model, self.strategy, train_loader, self.backend.device)
         with self.agreement.explained("giving the model to all processes"):
             self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -30,6 +33,7 @@ from pulsetrain.training.stepper import Stepper
 __all__ = ["Agreement"]
 
 _MAY_DIFFER = ("threads", "platform", "processor")  # of the environments of two ranks
+_LIBRARIES = ("builtins", "ignite", "pulsetrain", "torch", "typing")  # whose versions are compared
 _COLLECTIVES = ("gloo", "nccl")  # in the message of one that failed
 
 
@@ -106,7 +110,7 @@ class Agreement:
             warden.stop()
 
     def check_alike(
-        self, config: TrainingConfig, model: object, loader: Iterable[object], device: torch.device
+        self, config: TrainingConfig, model: object, strategy: object, loader: Iterable[object], device: torch.device
     ) -> None:
         """Refuse ranks that were started differently; `model` may be several modules by name.
 
@@ -134,6 +138,7 @@ class Agreement:
                 "the model's tensors": sorted(shapes.items()),
                 **settings,
                 **versions,
+                **_code_of([strategy, *(part for each in modules.values() for part in _parts_of(each))]),
             },
         )
 
@@ -198,6 +203,23 @@ class Agreement:
             engine.fire(Events.PREEMPTED, Preempted(signal=stop.signal, rank=stop.rank), observed=True)
         whose = "" if stop.rank == here else f"rank {stop.rank}: "
         Engine.terminate(engine, stop.skip_completed, reason=whose + stop.reason, observed=stop.observed)
+
+
+def _parts_of(model: object) -> Iterable[object]:
+    return model.modules() if isinstance(model, nn.Module) else (model,)
+
+
+def _code_of(objects: Iterable[object]) -> dict[str, str]:
+    """Digests of the files that the classes of these objects and the program are written in, without libraries."""
+    names = {kind.__module__ for each in objects for kind in type(each).__mro__} | {"__main__"}
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name.partition(".")[0] in _LIBRARIES or not isinstance(file, str):
+            continue
+        with suppress(OSError):
+            found[f"the code of {name}"] = f"{zlib.crc32(Path(file).read_bytes()):08x}"
+    return found
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

@@ -86,12 +86,12 @@ def test_one_run_folder_and_one_seed_for_all(tmp_path: Path):
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6
 
 
-def test_handlers_that_would_act_in_one_process_alone_are_refused():
+def test_handlers_that_would_act_in_one_process_alone_are_refused(tmp_path: Path):
     def body(rank: int) -> Any:
         said = []
         for handler in (LossSpikeGuard(policy="stop"), NaNGuard("rewind"), LRFinder()):
             with pytest.raises(ConfigurationError) as refused:
-                make(linear(), DataLoader(pairs(16), 4), Checkpointer("unused"), handler)
+                make(linear(), DataLoader(pairs(16), 4), Checkpointer(tmp_path / "run"), handler)
             said.append(str(refused.value))
         return said
 

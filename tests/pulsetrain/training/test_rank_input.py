@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from itertools import product
 from pathlib import Path
@@ -168,3 +169,20 @@ def test_a_batch_norm_of_each_process_is_warned_of_once():
     assert (first.error, second.error) == ("", ""), first.error + second.error
     assert (first.value[0], second.value[0]) == (["1"], [])
     assert first.value[1] == second.value[1]
+
+
+def test_processes_whose_model_is_written_differently_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = "from torch import nn\nclass Own(nn.Linear):\n    def forward(self, x): return {} * super().forward(x)\n"
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "own_model.py").write_text(code.format(1 + rank))
+
+    def body(rank: int, version: int) -> None:
+        monkeypatch.syspath_prepend(tmp_path / str(version))
+        model = importlib.import_module("own_model").Own(4, 1)
+        make(model, DataLoader(pairs(16), 4), max_epochs=1).train()
+
+    for each in in_processes(lambda rank: body(rank, rank)):
+        assert "ConfigurationError" in each.error
+        assert "rank 1 has the code of own_model=" in each.error.splitlines()[-1]
+    assert [each.error for each in in_processes(lambda rank: body(rank, 1))] == ["", ""]

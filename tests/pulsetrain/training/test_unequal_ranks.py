@@ -21,6 +21,7 @@ from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.pulse import Pulse
 from pulsetrain.engine.distributed.ranks import Ranks
 from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.handlers import Checkpointer, EventRecorder
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
@@ -227,6 +228,28 @@ def test_a_run_resumes_bit_for_bit_from_each_of_its_iterations(more: int, tmp_pa
         assert len(seen) + len(theirs) == sum(batches[at:]), (number, at)
 
 
+def test_batches_are_left_out_by_their_number_on_all_ranks():
+    """Also where one of them has none with this number any more."""
+    shares = parts(40, more=1)  # 4 and 7 batches
+
+    class Whole:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(whole_batches(shares))
+
+    def train(loader: Any) -> Any:
+        made = make(net(), loader, skip_batches=((2, 5), (9, 9)), max_epochs=3)
+        made.train()
+        return made.state.iteration, made.state.samples, made.data.skipped, weights_of(made)
+
+    first, second = in_processes(lambda rank: train(Batches(shares[rank])))
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    expected = train(Whole())
+    assert first.value[:3] == expected[:3]
+    for name, values in first.value[3].items():
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[3][name]), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.slow
 def test_an_iterator_loses_nothing_at_a_bound_inside_of_a_pass():
     def body(rank: int) -> Any:
@@ -293,6 +316,26 @@ def test_a_length_that_one_rank_does_not_keep_is_named(batches: int):
         assert ("rank 0 (1, 0); rank 1 (2, 3)" if batches == 3 else "rank 0 (2, 4); rank 1 (2, 5)") in last
 
 
+def test_an_iterator_that_ends_before_its_length_is_named():
+    """Nothing more can be read, so that this rank ends its epoch when the others still compute."""
+
+    class Once(Lying):
+        def __init__(self, rows: range) -> None:
+            super().__init__(rows)
+            self.batches = super().__iter__()
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.batches
+
+    def body(rank: int) -> None:
+        make(net(), Once(range(SIZE * (4 - rank))), log_every_n_steps=50, max_epochs=1).train()
+
+    ended = in_processes(body, limit=30.0)
+    said = "".join(each.error.splitlines()[-1] for each in ended)
+    assert "they do not have the same number of batches, or a handler acts in one of them alone" in said
+    assert all("PeerFailed" in each.error for each in ended)
+
+
 def test_where_a_batch_cannot_be_repeated_the_rank_that_has_fewer_is_named(tmp_path: Path):
     """A Loop's body would count it again; a sharded model's validation counts it."""
 
@@ -357,3 +400,14 @@ def test_a_batch_that_a_step_has_written_into_is_repeated_as_it_was():
         agreed.note(1)
     agreed.note(0)
     assert list(batches) == []
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4])
+def test_a_pass_continues_after_the_batches_that_were_trained(done: int):
+    agreed, batches = AgreedPass(ControlGroup(Ranks())), iter("abc")
+    if done == 4:
+        with pytest.raises(CheckpointError, match="resuming after 4 batches of a pass, but the loaders of all ranks"):
+            agreed.skip(batches, done)
+        return
+    agreed.skip(batches, done)
+    assert "".join(map(str, agreed.over(batches))) == "abc"[done:]
