@@ -249,6 +249,7 @@ def test_iterations_of_several_numbers_of_processes_are_refused(tmp_path: Path):
     assert (found["last"].start, found["last"].end) == (24, ITERATIONS)
 
 
+@pytest.mark.slow
 def test_runs_that_were_killed_or_ended_early_are_repeated(tmp_path: Path):
     def kill(rank: int, run: Path) -> None:
         made = build(run)

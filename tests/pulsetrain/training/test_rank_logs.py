@@ -353,6 +353,7 @@ def sparse(run: Path, epochs: int, **recording: Any) -> Trainer:
     return make(linear(), DataLoader(pairs(32), 4), *handlers, max_epochs=epochs, log_every_n_steps=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "recording"),
     [(40, {"every": 3}), pytest.param(200, {"max_bytes": 100_000}, marks=pytest.mark.slow)],

@@ -136,7 +136,7 @@ def counted(made: Trainer) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["copies", pytest.param("sharded", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_with_other_numbers_of_batches_learn_what_one_process_learns(kind: str, accumulate: int):
     """Every sample counts once, whichever rank has more of them; also in validation."""
     config = {"accumulate": accumulate, "clip_grad_norm": 1.0}
