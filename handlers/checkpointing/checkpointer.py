@@ -140,7 +140,7 @@ class Checkpointer(Handler):
             )
         if is_sharded(getattr(engine, "model", None)):
             self._refuse_what_ranks_cannot_do_together()
-            self._writer.control = join()
+            self._writer = StateWriter(self.manager, join())
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
             self.manager.refuse(None)
@@ -215,8 +215,7 @@ class Checkpointer(Handler):
 
     def save_with(self, manager: CheckpointManager, engine: SavedEngine, label: str) -> Location:
         """Save with another manager, and announce nothing; all processes that share the model call this."""
-        writer = StateWriter(manager)
-        writer.control = self._writer.control
+        writer = StateWriter(manager, self._writer.control)
         target = writer.target(label, engine.state.iteration)
         write = writer.writer(
             engine, target, label, self.form_for(engine), is_best=False, marked=False, background=False, kept=tuple,

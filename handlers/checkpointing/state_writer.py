@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,11 +44,11 @@ class StateWriter:
 
     Args:
         manager: of the folder.
+        control: of processes of which each has a part of the model; None where one process saves for all.
     """
 
-    def __init__(self, manager: CheckpointManager) -> None:
-        self.control: ControlGroup | None = None  # of processes of which each has a part of the model
-        self._manager = manager
+    def __init__(self, manager: CheckpointManager, control: ControlGroup | None = None) -> None:
+        self.control, self._manager = control, manager
 
     @property
     def is_main(self) -> bool:
@@ -62,17 +62,19 @@ class StateWriter:
         return self.control.main_decides(lambda: self._manager.target(label, iteration))
 
     def state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
-        """The state as this process saves it.
+        """The state as this process saves it."""
+        with self._ends_all():
+            state = engine.checkpoint_state()
+        return state if self.control is None else in_pieces(state)
 
-        Raises:
-            CheckpointError: code of the user's could not give it; not an OSError, after which this process alone would
-                continue.
-        """
-        if self.control is None:
-            return engine.checkpoint_state()
+    @contextmanager
+    def _ends_all(self) -> Iterator[None]:
+        """Around code that only this process runs: after an OSError, it alone would continue without the checkpoint."""
         try:
-            return in_pieces(engine.checkpoint_state())  # type: ignore[no-any-return]  # a mapping, too
+            yield
         except OSError as error:
+            if self.control is None:
+                raise
             raise CheckpointError(f"the state could not be collected: {error}") from error
 
     def writer(
@@ -107,7 +109,8 @@ class StateWriter:
                 "save on ITERATION_COMPLETED"
             )
         iteration, start, manager = engine.state.iteration, time.perf_counter(), self._manager
-        files = engine.files_to_sync() if is_training_run(engine) else []
+        with self._ends_all():
+            files = engine.files_to_sync() if is_training_run(engine) else []
         control = self.control
         shared = None if control is None else SharedSave(control, f"save-{next(_saves)}")
 
