@@ -79,7 +79,7 @@ def verify(
     Raises:
         RecordingError: the folder holds no log.
         CheckpointError: there is no checkpoint before the iteration, or it is damaged or does not fit the trainer.
-        ConfigurationError: there is no iteration to compare, the trainer has no EventRecorder, or another number of
+        ConfigurationError: there is no iteration to compare, the trainer has no EventRecorder, or a different number of
             processes has trained the run.
         PeerFailed, Exception: of several processes, one has failed in the rerun.
     """

@@ -44,7 +44,7 @@ class AgreedPass:
         self._control, self._same_number = control, same_number
         self.is_repeated = False  # the batch that was given last: this rank has had it before
         self._next: object = _NONE  # read, and not given yet
-        self._last: object = _NONE  # of this rank, once there is no further one
+        self._last: object = _NONE  # the last one of this rank, known when its loader has ended
         self._given = 0  # the same on every rank
         self._having: float | None = None  # ranks that have another batch, as far as it is known
 

@@ -161,6 +161,14 @@ class Subscription:
             self.fired_once[engine] = now
         return True
 
+    def refilter(self, event_filter: Filter) -> None:
+        """Choose at which values of the event's counter the handler is due from now on."""
+        if self.suspended is not None:  # `resume_filter` puts it in place
+            self.suspended = (event_filter, self.suspended[1])
+            return
+        self.filter = event_filter
+        self.signal.rebuild()
+
     def suspend_filter(self) -> None:
         """Let the handler apply the filter: a profiler has replaced it by one that calls the filtering wrapper."""
         self.suspended = (self.filter, self.handler)

@@ -50,7 +50,7 @@ def processes_of(run: Path) -> list[Stretch]:
 
 
 def check_processes(run: Path, first: int, last: int | None, here: int) -> None:
-    """Refuse to repeat iterations in another number of processes than they were trained by.
+    """Refuse to repeat iterations by more or fewer processes than have trained them.
 
     Args:
         run: the run folder.

@@ -182,8 +182,7 @@ class Agreement:
         """Subscribe to the further iteration alone: in those between, the engine does not look here."""
         at = self.pulse.further
         if self._further.filter != (due := EventFilter(once=(NEVER if at is None else at,))):
-            self._further.filter = due
-            self._further.signal.rebuild()
+            self._further.refilter(due)
 
     def _meet(self, values: Sequence[float] = (), *, fixed: bool = True) -> list[float]:
         """A pulse: agree on whether the run ends, compare what is replicated, and add these values up."""
