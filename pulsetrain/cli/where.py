@@ -38,13 +38,18 @@ def _lines(found: Sequence[Position], last: Sequence[Position]) -> list[str]:
     if not last:
         lines.append("every process has ended its run")
     elif len(found) > 1:
-        names = ", ".join(str(each.rank) for each in last)
-        who = f"rank {names}" if len(last) == 1 else f"ranks {names}"
-        waiting = len(last) < len([each for each in found if not each.ended])
-        lines.append(
-            f"{who}: the others wait for it" if waiting and len(last) == 1 else f"{who}: not as far as the others"
-        )
+        lines.append(_who_is_behind(found, last))
     return lines
+
+
+def _who_is_behind(found: Sequence[Position], last: Sequence[Position]) -> str:
+    names = ", ".join(str(each.rank) for each in last)
+    who = f"rank {names}" if len(last) == 1 else f"ranks {names}"
+    if len(last) == len(found):
+        return "all processes are equally far"
+    if len(last) == len([each for each in found if not each.ended]):
+        return f"{who}: not ended, unlike the others"
+    return f"{who}: the others wait for it" if len(last) == 1 else f"{who}: not as far as the others"
 
 
 def _as_dict(position: Position, is_last: bool) -> dict[str, object]:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,9 @@ def test_the_rank_that_hangs_is_named_after_everything_was_killed(
             while time.monotonic() < until and not (asleep.exists() and all(map(since, stalls))):
                 time.sleep(0.05)
             time.sleep(0.5)  # the last stacks
-            os.kill(os.getpid(), signal.SIGKILL)
+            for process in (tmp_path / f"pid{1 - rank}", tmp_path / f"pid{rank}"):
+                with suppress(ProcessLookupError):  # at once, so that none sees the end of the other
+                    os.kill(int(process.read_text()), signal.SIGKILL)
 
         data = Slow(sleep) if place == "loader" else pairs(40)
         model = SlowStep(sleep if place == "step" else (lambda: None))
@@ -310,6 +313,7 @@ def test_the_rank_that_hangs_is_named_after_everything_was_killed(
             made.on(Events.ITERATION_COMPLETED)(sleep)
         if place == "save":
             monkeypatch.setattr(os, "fsync", lambda descriptor: sleep())
+        (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
         threading.Thread(target=kill, daemon=True).start()
         made.train()
 
@@ -329,6 +333,28 @@ def test_the_rank_that_hangs_is_named_after_everything_was_killed(
     assert time.monotonic() - begun < 1.0
     assert main(["where", str(tmp_path), "--format", "json"]) == 0
     assert [each["waited_for"] for each in json.loads(capsys.readouterr().out)] == [who == 0, who == 1]
+
+
+@pytest.mark.parametrize(
+    ("reached", "ended", "said"),
+    [
+        ((7, 7), (), "all processes are equally far"),
+        ((7, 9), (), "rank 0: the others wait for it"),
+        ((7, 9), (1,), "rank 0: not ended, unlike the others"),
+        ((7, 7, 9), (), "ranks 0, 1: not as far as the others"),
+        ((7, 7, 9), (2,), "ranks 0, 1: not ended, unlike the others"),
+    ],
+)
+def test_where_names_who_is_behind(
+    reached: tuple[int, ...], ended: tuple[int, ...], said: str, tmp_path: Path, capsys: Any
+):
+    for rank, iteration in enumerate(reached):
+        writer = LogWriter(tmp_path / "events", rank)
+        writer.add(LoggedEvent(ord=0, engine="trainer", event="iteration_completed", iteration=iteration, seq=0, t=1))
+        if rank in ended:
+            writer.end()
+    assert main(["where", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 def test_where_says_that_a_run_has_ended(tmp_path: Path, capsys: Any):
