@@ -182,7 +182,8 @@ class Trainer(Engine):
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
         self.evaluator.contexts.append(partial(resharded, self.model))
-        self.length.measure(self.strategy, self.backend)
+        with self.agreement.explained("measuring the first batches"):
+            self.length.measure(self.strategy, self.backend, self.agreement.control)
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
         if self.agreement.is_shared:

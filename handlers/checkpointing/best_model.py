@@ -30,7 +30,7 @@ from pulsetrain.handlers.metric_values.best_value import (
     subscribe_judge,
 )
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["BestModel"]
 
@@ -83,7 +83,7 @@ class BestModel(Handler):
         check_judged("BestModel", metric, mode)
         self.metric = metric
         self.mode: Mode | None = mode
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else local_folder("BestModel", folder)
         self.restore = restore
         self.best_value: float | None = None
         self.best_iteration: int | None = None

@@ -36,7 +36,7 @@ from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import scalars
 from pulsetrain.handlers.recorder.event_recorder import FREQUENT, EventRecorder
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["CrashBundle", "read_bundle"]
 
@@ -102,7 +102,7 @@ class CrashBundle(Handler):
         for each in faults:
             if each not in known and each not in FAULTS:
                 raise unknown_name("CrashBundle", "faults", each, known)
-        self.folder = Path(folder)
+        self.folder = local_folder("CrashBundle", folder)
         self.events, self.faults, self.at_most = events, tuple(faults), at_most
         self.bundles: list[Path] = []  # written by this process
         self._kept: deque[KeptEvent] = deque(maxlen=events)

@@ -18,7 +18,7 @@ from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["EXIT_STATUS", "HangWatchdog", "Silence"]
 
@@ -68,7 +68,7 @@ class HangWatchdog(Handler):
     ) -> None:
         check_positive("HangWatchdog", "seconds", seconds, below=threading.TIMEOUT_MAX)
         check_choice("HangWatchdog", "policy", policy, ("report", "stop", "exit"))
-        self.folder = Path(folder)
+        self.folder = local_folder("HangWatchdog", folder)
         self.seconds, self.policy, self.clock = seconds, policy, clock
         self.reports: list[Path] = []
         self._under_way: set[str] = set()  # names of engines between STARTED and their end

@@ -29,7 +29,7 @@ from pulsetrain.engine.step.protocols import Strategy
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.plots import figures
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder, replace_file
 
 __all__ = ["LRFinder", "LRFinderResult"]
 
@@ -138,7 +138,7 @@ class LRFinder(Handler):
         self.iterations = iterations
         self.smoothing = smoothing
         self.diverge = diverge
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else local_folder("LRFinder", folder)
         self.result: LRFinderResult | None = None  # of the last sweep
 
     def attach(self, engine: Engine) -> Self:

@@ -14,7 +14,7 @@ from pulsetrain.engine import Every, OnError
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.service import Begin, Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["MLflowLogger"]
 
@@ -72,7 +72,7 @@ class MLflowLogger(ServiceLogger):
         self._address = tracking_uri  # not under the argument's name, which a checkpoint saves: it may have a password
         self.experiment = experiment
         self.run_name = run_name
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else local_folder("MLflowLogger", folder)
         self.run_id: str | None = None  # MLflow's, once known
         self._mlflow = load_optional("MLflowLogger", "mlflow", "mlflow")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

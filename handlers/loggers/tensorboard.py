@@ -14,7 +14,7 @@ from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["TensorBoardLogger"]
 
@@ -52,7 +52,7 @@ class TensorBoardLogger(MetricLogger):
         on_error: OnError = "warn",
     ) -> None:
         super().__init__(every, hyperparameters=hyperparameters, clock=clock, on_error=on_error)
-        self.folder = Path(folder)
+        self.folder = local_folder("TensorBoardLogger", folder)
         self.path = self.folder / "tensorboard"
         self.flush_seconds = flush_seconds
         self._module = load_optional(self._place, "torch.utils.tensorboard", "tensorboard")

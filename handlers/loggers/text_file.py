@@ -15,7 +15,7 @@ from pulsetrain.engine import Engine, Event, Events, Every, OnError, RunFolderEr
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import MetricLogger, Status
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file, writing
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder, replace_file, writing
 
 __all__ = ["TextFileLogger"]
 
@@ -50,7 +50,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         on_error: OnError = "warn",
     ) -> None:
         super().__init__(every, clock=clock, on_error=on_error)
-        self.folder = Path(folder)
+        self.folder = local_folder(type(self).__name__, folder)
         self.path = self.folder / self.file_name
         self._written = 0  # lines in the file
         self._adopted = False  # whether those that were there at first are counted

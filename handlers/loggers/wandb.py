@@ -14,7 +14,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.service import Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["WandbLogger"]
 
@@ -60,7 +60,7 @@ class WandbLogger(ServiceLogger):
         if mode not in (None, "online", "offline"):
             raise unknown_name("WandbLogger", "mode", mode, ("online", "offline"))
         self.project = project
-        self.folder = Path(folder)
+        self.folder = local_folder("WandbLogger", folder)
         self.mode = mode
         self.run_name = run_name
         self._wandb = load_optional("WandbLogger", "wandb", "wandb")

@@ -18,7 +18,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment, Handler, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["Profiler"]
 
@@ -67,7 +67,7 @@ class Profiler(Handler):
         if warmup >= start:
             rule = f"the warm-up would start before the run; use start={warmup + 1} or more"
             raise ConfigurationError(rule, "Profiler", start=start, warmup=warmup)
-        self.folder = Path(folder)
+        self.folder = local_folder("Profiler", folder)
         self.start, self.iterations, self.warmup = start, iterations, warmup
         self.memory, self.stacks = memory, stacks
         self._begun_at: int | None = None  # iterations done when the run started; None if nothing is left to profile

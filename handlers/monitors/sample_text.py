@@ -20,7 +20,7 @@ from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.attachment.publishing import publish_media
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder, replace_file
 
 __all__ = ["SampleText"]
 
@@ -79,7 +79,7 @@ class SampleText(Handler):
         check_whole_number("SampleText", "seed", seed, at_least=0, below=2**63)
         for name, function in (("generate", generate), ("encode", encode), ("decode", decode)):
             check_type("SampleText", name, function, Callable | None, "a callable")
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else local_folder("SampleText", folder)
         self.every, self.length, self.temperature, self.seed = every, length, temperature, seed
         self.generate, self.encode, self.decode = generate, encode, decode
         self.texts: list[str] = []  # the latest, one for each prompt

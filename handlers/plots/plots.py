@@ -20,7 +20,7 @@ from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.plots.curves import RunCurves
 from pulsetrain.handlers.plots.painter import Drawing, DrawingProcess, Figures, InThisProcess, Painter
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder, writing
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder, writing
 
 __all__ = ["Plots"]
 
@@ -76,7 +76,7 @@ class Plots(Handler):
             raise ConfigurationError("needs a list of formats, such as ['png', 'svg']", "Plots", formats=formats)
         for each in formats:
             check_choice("Plots", "formats", each, figures.FORMATS)
-        self.folder = Path(folder)
+        self.folder = local_folder("Plots", folder)
         self.every = every
         self.formats = tuple(formats)
         self._clock = clock

@@ -22,21 +22,19 @@ from pulsetrain.engine import (
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.events.names import identify
-from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.recording import EventCheck, EventLog, LogWriter
-from pulsetrain.engine.recording.log.places import ATTEMPT, last_in_common, place_after
-from pulsetrain.engine.recording.log.run_file import id_of_run
+from pulsetrain.engine.recording import EventCheck, EventLog
+from pulsetrain.engine.recording.log.places import ATTEMPT
 from pulsetrain.engine.recording.log.stall import StallWatch
-from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.event_values import are_finite, are_numbers, summary
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
+from pulsetrain.handlers.recorder.continuation import Continuation, attempt_of
 from pulsetrain.handlers.recorder.log_session import FETCHING, FINAL, MEASURED, LogSession
-from pulsetrain.handlers.recorder.resume_check import ResumeCheck, say_nothing_to_compare
+from pulsetrain.handlers.recorder.resume_check import ResumeCheck
 from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_file import note_start
-from pulsetrain.handlers.run_files.run_folder import make_folder
+from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder
 
 __all__ = ["EventRecorder"]
 
@@ -113,19 +111,14 @@ class EventRecorder(Handler):
         self.include_batches, self.grad_norm = include_batches or self._is_shared, grad_norm
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
-        self.reports_resume = True  # False: what loads the checkpoint compares and reports itself, as `verify` does
-        self.resumed_after: int | None = None  # seq in the log of the checkpoint that the run resumed from
-        self._log = LogSession(Path(folder) / "events", rank, max_bytes, on_error)
+        self._log = LogSession(local_folder("EventRecorder", folder) / "events", rank, max_bytes, on_error)
+        self.continuation = Continuation(self._log, rank, is_shared=self._is_shared)
         self._known: set[str] = set()  # keys of the events subscribed to
         self._in_epoch: set[str] = set()  # names of engines
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted
         self._joined_run = False  # whether a run was in progress when this was attached
         self._outermost: Engine | None = None  # the engine whose run contains the runs of the others
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
-        self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
-        self._begins_again = False
-        self._starts: list[tuple[int, str]] = []  # of this run: after which iteration, and an id
-        self._repeated: EventLog | None = None  # the log of the run that this one repeats
         self._measures = False  # whether this handler has gradients' norms computed
         self._stalls: StallWatch | None = None  # where several processes train together
 
@@ -203,12 +196,12 @@ class EventRecorder(Handler):
             "run": writer.run,
             "seams": [list(seam) for seam in writer.seams],
             "grad_norm": self._measures,
-            "starts": [list(start) for start in self._starts],
+            "starts": [list(start) for start in self.continuation.starts],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """CHECKPOINT_LOADED, which follows, continues the log there."""
-        self._saved = dict(state) or None
+        self.continuation.saved = dict(state) or None
         if state:
             self._measure_as_before(state.get("grad_norm", True))  # version 0.1 always did
 
@@ -219,14 +212,14 @@ class EventRecorder(Handler):
             log: of this rank.
             resumed: the run is repeated from a checkpoint, which is loaded next and says what was measured.
         """
-        self._repeated = log
+        self.continuation.repeated = log
         first = None if resumed else next(log.read(event=Events.STARTED.value), None)
         if first is not None:
             self._measure_as_before((first.observed or {}).get("grad_norm", True))
 
     def begin_again(self) -> None:
         """The run in the log is repeated from its beginning: the events there are superseded when it starts."""
-        self._begins_again = True
+        self.continuation.begins_again = True
 
     def _subscribe(self, event: EventEnum) -> None:
         usual = self._on_event
@@ -298,36 +291,15 @@ class EventRecorder(Handler):
             others = (each for each in log.bus.engines if each is not engine and each.is_running)
             self._outermost = next(others, engine)
         if self._outermost is engine:
-            self._saved = None
-            if log.writer is None and event.iteration == 0:
-                self._start_again(event)
-            if event.iteration == 0:
-                self._starts = [(0, _attempt_of(engine))]
+            self.continuation.start(engine, event)
             log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
             if self._stalls is None and self._is_shared:
                 self._stalls = StallWatch(log.folder, self.rank, lambda: log.bus.sequence.last)
         logged = log.entry(event)
         logged.observed = {**_bounds(engine), "grad_norm": self._measures}
-        if self.rank and (attempt := _attempt_of(engine)):  # to know later at which starts this rank was there
+        if self.rank and (attempt := attempt_of(engine)):  # to know later at which starts this rank was there
             logged.observed[ATTEMPT] = attempt
         log.write(logged)
-
-    def _start_again(self, event: Event) -> None:
-        """A run that ended before its first checkpoint starts again: its events in the log are superseded."""
-        writer, again = self._log.open(), self._begins_again
-        self._begins_again = False
-        if writer.last_seq < 0 or not (again or writer.cut_off or self._is_shared):
-            return
-        log = self._log.read()
-        last = log.last()
-        # of several processes, one is killed and the others fail: all have to begin alike
-        failed = self._is_shared and last is not None and last.event == Events.EXCEPTION_RAISED.value
-        if not (again or writer.cut_off or failed):
-            return
-        begun = [each.seq for each in log.read(engine=event.engine, event=event.type, iteration=(0, 0))]
-        first = next((each for each in log.read(seq=(begun[-1], None)) if each.ord >= 0), None) if begun else None
-        if first is not None:
-            self._log.rewind(begun[-1], first.ord, event.time_ns)
 
     def _on_epoch_started(self, engine: Engine, event: Event) -> None:
         logged = self._log.entry(event, observed=event.engine in self._resumed_in_epoch)
@@ -337,89 +309,10 @@ class EventRecorder(Handler):
         self._log.write(logged)
 
     def _on_loaded(self, engine: Engine, event: Event) -> None:
-        """Continue the log after the checkpoint, and expect what it holds from there to be computed again."""
-        saved, self._saved = self._saved, None
-        writer = self._log.open()
-        self.resume_check = self.resumed_after = None
-        self._starts = [*map(tuple, (saved or {}).get("starts", ())), (event.iteration, _attempt_of(engine))]
-        if saved is not None and self.rank:
-            self._continue_own_log(saved, writer, event)
-        elif saved is not None:
-            self.resumed_after = saved["seq"]
-            self._in_epoch = set(saved["in_epoch"])
-            self._resumed_in_epoch = set(saved["in_epoch"])
-            is_of_this_run = saved.get("run", writer.run) == writer.run
-            is_in_log = saved["seq"] <= writer.last_seq
-            known = id_of_run(self.folder.parent)
-            is_log_of_another = writer.last_seq >= 0 and saved.get("run") == known != writer.run
-            if is_of_this_run and writer.last_seq >= 0:
-                self._log.on_disk(writer.restore_seams, map(tuple, saved.get("seams", ())), event.time_ns)
-                self._log.bus.continue_after(writer.last_seq)
-            if is_in_log and is_of_this_run:
-                if not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
-                    self.resume_check = ResumeCheck.of_log(
-                        self._log.read(), saved["seq"], event.engine, is_training_run(engine)
-                    )
-                    if self.resume_check is None:
-                        self._say_nothing_to_compare("the log holds no event after the checkpoint")
-                self._log.rewind(saved["seq"], saved["ord"], event.time_ns)
-            elif is_log_of_another:
-                self._note_foreign_log(saved, writer, event)
-            elif is_of_this_run and (writer.last_seq >= 0 or "run" in saved):
-                self._note_loss(saved, writer, event)
-            else:
-                self._say_nothing_to_compare("the run continues in another folder, whose log begins here")
-                if writer.last_seq >= 0:  # of an earlier attempt to continue it here
-                    self._log.rewind(-1, saved["ord"], event.time_ns)
-                else:
-                    writer.begin_at(saved["ord"])
+        in_epoch = self.continuation.resume(engine, event)
+        if in_epoch is not None:
+            self._in_epoch, self._resumed_in_epoch = in_epoch, set(in_epoch)
         self._log.write(self._log.entry(event))
-
-    def _continue_own_log(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
-        """The checkpoint has the place in rank 0's log: find the same one in this rank's."""
-        self._in_epoch = set(saved["in_epoch"])
-        self._resumed_in_epoch = set(saved["in_epoch"])
-        is_new, last = writer.last_seq < 0, event.iteration
-        log = self._repeated if is_new else self._log.read()
-        if log is None:
-            return
-        # where the run has continued without this rank, what it had recorded after that was computed again
-        last = last_in_common(log, saved.get("starts", ()), event.iteration)
-        in_epoch = last == event.iteration and event.engine in self._in_epoch
-        seq, ord = place_after(log, event.engine, last, in_epoch)
-        if is_new:
-            self.resumed_after = seq
-            writer.begin_at(ord)
-            return
-        self._log.bus.continue_after(writer.last_seq)
-        self._log.rewind(seq, ord, event.time_ns)
-
-    def _note_loss(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
-        """The log has lost events before the checkpoint: say which, here and in the log."""
-        reached = Source(self._log.read()).last_iteration(event.engine)
-        self._lose("the log is older than the checkpoint", saved, writer, event, first=writer.next_ord, reached=reached)
-
-    def _note_foreign_log(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
-        """The log in the run folder is that of another run: its events are superseded, and this run's are lost."""
-        self._log.rewind(-1, 0, event.time_ns)
-        self._lose(f"the log is that of another run, {writer.run}", saved, writer, event, first=0, reached=0)
-
-    def _lose(
-        self, why: str, saved: Mapping[str, Any], writer: LogWriter, event: Event, *, first: int, reached: int
-    ) -> None:
-        reason = (
-            f"{why}: events {first} to {saved['ord'] - 1} are lost, "
-            f"between iteration {reached} and {event.iteration} of {event.engine!r}"
-        )
-        get_logger("handlers").warning("the event log has lost events", folder=str(self.folder), lost=reason)
-        up_to = max(saved["seq"], writer.last_seq)
-        self._log.on_disk(writer.lose, up_to, saved["ord"], reason, event.time_ns)
-        self._log.bus.continue_after(writer.last_seq)
-        self._say_nothing_to_compare(why)
-
-    def _say_nothing_to_compare(self, reason: str) -> None:
-        if self.reports_resume:
-            say_nothing_to_compare(reason)
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
         if event.type == Events.EPOCH_COMPLETED.value:
@@ -459,7 +352,3 @@ def _bounds(engine: Engine) -> dict[str, int]:
     known = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
     known["total_iterations"] = total_iterations_of(engine)
     return {name: value for name, value in known.items() if isinstance(value, int)}
-
-
-def _attempt_of(engine: Engine) -> str:
-    return engine.attempt if is_training_run(engine) else ""

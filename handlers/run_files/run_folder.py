@@ -9,9 +9,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pulsetrain.engine.errors import PulsetrainError, RunFolderError
+from pulsetrain.engine.checkpoint import location_of
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
 
-__all__ = ["make_folder", "replace_file", "writing"]
+__all__ = ["local_folder", "make_folder", "replace_file", "writing"]
+
+
+def local_folder(place: str, folder: str | os.PathLike[str]) -> Path:
+    """The folder as a path; "file://..." included.
+
+    Args:
+        place: the handler's class name, for the message.
+        folder: as the user gave it.
+
+    Raises:
+        ConfigurationError: it is a URL of another machine.
+
+    >>> local_folder("Plots", "runs/a").as_posix()
+    'runs/a'
+    """
+    text = os.fspath(folder)
+    if "://" in text and not text.startswith("file://"):
+        rule = "is a URL, and these files are written on this machine alone; give a path. Checkpoints may be at a URL"
+        raise ConfigurationError(rule, place, folder=text)
+    return Path(location_of(text))
 
 
 def make_folder(place: str, folder: Path) -> Path:

@@ -5,38 +5,68 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from pulsetrain.cli.launch import Launch, launch_once, started_with
 from pulsetrain.cli.reports import OK
 from pulsetrain.cli.results import logs_on_stderr, run_folder
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.reproduce.fork import fork
+from pulsetrain.reproduce.fork import check_request, fork
 
 __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the run, and print what has changed and the command that trains it."""
-    changes = dict(arguments.settings)
+    """Make the run, and print what has changed and the command that trains it; or start the processes that do."""
+    changes = {name: text for name, text in arguments.settings.items() if not name.startswith("launch.")}
     for text in arguments.changes:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
             raise ConfigurationError(f"--set {text}: is not KEY=VALUE, such as training.learning_rate=1e-4")
         changes[name] = value
     folder = run_folder(arguments.folder)
+    how = Launch.of(arguments.settings)
+    if how is not None:
+        status = _launch(how, folder, arguments, changes)
+        return status if status != OK else _train(arguments, how.options)
     ranges = [parse_range(text) for text in arguments.skip_batches]
     with logs_on_stderr():
         made = fork(folder, arguments.at, arguments.into, changes, ranges)
-    print(f"run folder  {arguments.into}")
-    print(f"starts      after iteration {made.parent['iteration']:,} of {folder}")
-    for index, change in enumerate(made.changed):
-        print(f"{'changed' if not index else '':<12}{change}")
-    words = ["train", str(arguments.into / "config.yaml"), "--run", str(arguments.into), "--resume", "latest"]
-    if not arguments.train:
-        print(f"train it: {shlex.join(['pulsetrain', *words])}")
-        return OK
-    from pulsetrain.cli import main
+    if ranks().is_main:
+        print(f"run folder  {arguments.into}")
+        print(f"starts      after iteration {made.parent['iteration']:,} of {folder}")
+        for index, change in enumerate(made.changed):
+            print(f"{'changed' if not index else '':<12}{change}")
+    if started_with():
+        return OK  # the command that has started the processes continues
+    launched = ranks().world_size > 1 or made.processes == 1
+    return _train(arguments, [] if launched else [f"--launch.nproc={made.processes}"])
 
-    return main(words)
+
+def _launch(how: Launch, folder: Path, arguments: argparse.Namespace, changes: Mapping[str, str]) -> int:
+    """Fork in several processes."""
+    check_request(folder, arguments.at, arguments.into, changes)
+    words = ["fork", str(folder), "--at", str(arguments.at), "--into", str(arguments.into)]
+    words += [f"--{name}={text}" for name, text in changes.items()]
+    for text in arguments.skip_batches:
+        parse_range(text)
+        words += ["--skip-batches", text]
+    return launch_once(how.nproc, words)
+
+
+def _train(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Train the new run, or print the command that does."""
+    folder = arguments.into
+    words = ["train", str(folder / "config.yaml"), "--run", str(folder), "--resume", "latest", *options]
+    if arguments.train:
+        from pulsetrain.cli import main
+
+        return main(words)
+    if ranks().is_main:
+        print(f"train it: {shlex.join(['pulsetrain', *words])}")
+    return OK
 
 
 def parse_range(text: str) -> tuple[int, int]:

@@ -32,6 +32,11 @@ class Launch(NamedTuple):
     nproc: int
     min_nproc: int
 
+    @property
+    def options(self) -> list[str]:
+        """The words of a command line that say this."""
+        return [f"--launch.nproc={self.nproc}", f"--launch.min_nproc={self.min_nproc}"]
+
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> Launch | None:
         """What `--launch.nproc` and `--launch.min_nproc` say; None without them.
@@ -70,7 +75,7 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
     Raises:
         ConfigurationError: this process is one of several already.
     """
-    os.environ[_OPTIONS] = f"--launch.nproc={how.nproc} --launch.min_nproc={how.min_nproc}"
+    os.environ[_OPTIONS] = " ".join(how.options)
     count, failed, before = how.nproc, 0, progress()
     while True:
         resumed = list(words)
@@ -100,6 +105,7 @@ def launch_once(count: int, words: Sequence[str], threads: int | None = None) ->
         words: of the command line, without those about launching.
         threads: of each process; by default an even share of the processors.
     """
+    os.environ[_OPTIONS] = " ".join(Launch(count, count).options)
     if threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a status other than 0 is not a failure

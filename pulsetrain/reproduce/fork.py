@@ -10,16 +10,20 @@ from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.parse import differences, load_yaml
 from pulsetrain.configuration.rebuild import rebuild
 from pulsetrain.engine import CheckpointLoaded, ConfigurationError, Events, RunFolderError
-from pulsetrain.engine.checkpoint import load_checkpoint
+from pulsetrain.engine.checkpoint import Location, load_checkpoint
+from pulsetrain.engine.distributed.joining import join
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers import LRScheduler
 from pulsetrain.handlers.run_files.run_file import write_run_file
+from pulsetrain.reproduce.processes import processes_of
 from pulsetrain.reproduce.rerun import nearest_checkpoint
 from pulsetrain.state.older_formats import upgrade
+from pulsetrain.state.run_state import IN_PIECES
 from pulsetrain.trainer import Trainer
 
-__all__ = ["Fork", "fork"]
+__all__ = ["Fork", "check_request", "fork"]
 
 _OPTIMIZER_SETTINGS = ("training.weight_decay", "training.no_decay", "training.optimizer_options")
 _FIXED = {
@@ -34,6 +38,7 @@ class Fork:
 
     folder: Path
     parent: dict[str, Json]  # the entry `parent` of run.json
+    processes: int  # that have trained the original run from the checkpoint on
     changed: tuple[str, ...]  # settings, as "training.learning_rate: 0.001 -> 0.0001"
 
 
@@ -47,7 +52,8 @@ def fork(
     """Make a new run from the last checkpoint of a run that was saved at or before an iteration.
 
     The new run's first checkpoint is that one, with the changed settings applied. Its log continues the numbers of the
-    original log, so that `diff` compares the two from there on. The folder of the original run is only read.
+    original log, so that `diff` compares the two from there on. The folder of the original run is only read. Of several
+    processes, all call this; a sharded model needs as many as one of its copies has parts.
 
     Args:
         run: the folder of a run that was made from a configuration.
@@ -61,7 +67,40 @@ def fork(
         CheckpointError: there is no checkpoint at or before the iteration, or it does not fit the changed settings.
         ConfigurationError: a fork cannot change the setting, or the run has no Checkpointer.
     """
-    settings = dict(settings or {})
+    settings, control = dict(settings or {}), join()
+    checkpoint = control.main_decides(lambda: check_request(run, at, into, settings))
+    if skip_batches:
+        settings["training.skip_batches"] = str(_joined(run, skip_batches))
+    assembly = rebuild(run, into, settings)
+    try:
+        trainer = assembly.trainer
+        in_pieces = IN_PIECES if is_sharded(trainer.model) else ()
+        saved = dict(upgrade(load_checkpoint(checkpoint, in_pieces=in_pieces)))
+        _keep_configured_schedules(trainer, saved)
+        groups = [dict(group) for group in trainer.optimizer.param_groups]
+        trainer.load_checkpoint_state(saved)
+        _check_effect(trainer, skip_batches)
+        _apply(trainer, groups, settings)
+        trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
+        trainer.save_checkpoint("fork")
+        for handler in trainer.handlers:
+            handler.detach()  # `pulsetrain train` makes the trainer again
+        iteration = trainer.state.iteration
+        return control.main_decides(lambda: _described(run, into, trainer, checkpoint, iteration))
+    except BaseException:
+        assembly.claim.release()
+        raise
+
+
+def check_request(run: Path, at: int, into: Path, settings: Mapping[str, str]) -> Location:
+    """Refuse what cannot be forked, before anything is made; returns the checkpoint to start from.
+
+    Args:
+        run: as for `fork`, as the others.
+
+    Raises:
+        RunFolderError, CheckpointError, ConfigurationError: as `fork`.
+    """
     for name, reason in _FIXED.items():
         if name in settings:
             raise ConfigurationError(f"--set {name}: cannot be changed in a fork: {reason}")
@@ -72,36 +111,23 @@ def fork(
         raise RunFolderError(f"--into {into}: is inside the run {run}, which is only read; choose another folder")
     if at < 1:
         raise ConfigurationError(f"--at {at}: needs the number of an iteration, at least 1")
-    checkpoint = nearest_checkpoint(run, at + 1)
-    if skip_batches:
-        settings["training.skip_batches"] = str(_joined(run, skip_batches))
-    assembly = rebuild(run, into, settings)
-    try:
-        trainer = assembly.trainer
-        saved = dict(upgrade(load_checkpoint(checkpoint)))
-        _keep_configured_schedules(trainer, saved)
-        groups = [dict(group) for group in trainer.optimizer.param_groups]
-        trainer.load_checkpoint_state(saved)
-        _check_effect(trainer, skip_batches)
-        _apply(trainer, groups, settings)
-        trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
-        trainer.save_checkpoint("fork")
-        for handler in trainer.handlers:
-            handler.detach()  # `pulsetrain train` makes the trainer again
-        before, now = (load_yaml((folder / "config.yaml").read_text(encoding="utf-8")) for folder in (run, into))
-        changed = tuple(differences({**before, "run": ""}, {**now, "run": ""}))
-        parent = {
-            "run": str(run.resolve()),
-            "id": read_run_file(run).get("id"),
-            "iteration": trainer.state.iteration,
-            "checkpoint": checkpoint.name,
-            "changed": list(changed),
-        }
-        write_run_file(into, trainer, base=read_run_file(into).get("base"), parent=parent)
-    except BaseException:
-        assembly.claim.release()
-        raise
-    return Fork(into, parent, changed)
+    return nearest_checkpoint(run, at + 1)
+
+
+def _described(run: Path, into: Path, trainer: Trainer, checkpoint: Location, iteration: int) -> Fork:
+    """Write where the new run comes from into its run.json."""
+    before, now = (load_yaml((folder / "config.yaml").read_text(encoding="utf-8")) for folder in (run, into))
+    changed = tuple(differences({**before, "run": ""}, {**now, "run": ""}))
+    parent = {
+        "run": str(run.resolve()),
+        "id": read_run_file(run).get("id"),
+        "iteration": iteration,
+        "checkpoint": checkpoint.name,
+        "changed": list(changed),
+    }
+    write_run_file(into, trainer, base=read_run_file(into).get("base"), parent=parent)
+    last = [each for each in processes_of(run) if each.first <= iteration + 1][-1]
+    return Fork(into, parent, last.processes, changed)
 
 
 def _joined(run: Path, ranges: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -121,7 +121,7 @@ class Rerun:
                 "give it the one that recorded the run"
             )
         self.trainer, self.recorder = trainer, recorders[0]
-        self.recorder.folder, self.recorder.reports_resume = folder / "events", False
+        self.recorder.folder, self.recorder.continuation.reports = folder / "events", False
         detached = [each for each in trainer.handlers if isinstance(each, OUTPUT_HANDLERS) or _writes_weights(each)]
         for handler in detached:
             handler.detach()
@@ -143,7 +143,8 @@ class Rerun:
     @property
     def after(self) -> int:
         """The last seq of the recorded run before the events that are repeated; -1 at its beginning."""
-        return self.recorder.resumed_after if self.recorder.resumed_after is not None else -1
+        after = self.recorder.continuation.resumed_after
+        return -1 if after is None else after
 
     def compare(self, expected: ExpectedEvents, last: int | None = None) -> None:
         """Train, and compare each event with the expected ones, until one differs or all have been compared.

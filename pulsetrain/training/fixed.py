@@ -61,7 +61,7 @@ def _measure(trainer: Any, loader: Any) -> None:
     """
     length, config, optimizer = trainer.length, trainer.config, trainer.optimizer
     with length.over(loader) as before:
-        length.measure(trainer.strategy, trainer.backend)
+        length.measure(trainer.strategy, trainer.backend, trainer.agreement.control)
         length.check()
         schedules = [configured_schedules(config, optimizer, total) for total in (before, length.total_updates)]
         if schedules[0] != schedules[1]:

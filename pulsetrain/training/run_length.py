@@ -12,6 +12,8 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Backend, ConfigurationError, State, TrainingStrategy
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import can_be_read_once, length_of
+from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.first_batch import FirstBatch
@@ -147,8 +149,10 @@ class RunLength:
             vars(self).update(before)
             raise
 
-    def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
+    def measure(self, strategy: TrainingStrategy, backend: Backend, control: ControlGroup) -> None:
         """Count the tokens of the first batches, if the length depends on them; the generators stay as they were.
+
+        Of several processes, all have to call this: their batches count together, and so they all have one length.
 
         Raises:
             ConfigurationError: the strategy counts no tokens, or there is no batch.
@@ -165,10 +169,13 @@ class RunLength:
             return  # its first batch cannot be read beforehand, so the length of the run is not known
         with rng.preserve_rng():
             batches = [backend.prepare_batch(batch, FirstBatch(strategy)) for batch in islice(self._loader, _MEASURED)]
-        if not batches:
+        counts = control.gather([batch.tokens for batch in batches])
+        if not all(counts):
             raise ConfigurationError("gave no batch; it is empty", "Trainer", train_loader=...)
-        tokens = [batch.tokens for batch in batches]
-        if not all(tokens):
+        if gives_all_ranks_the_same(self._loader, control.ranks.world_size):
+            counts = counts[:1]  # each process has counted the global batch
+        tokens = [sum(each) for each in zip(*counts, strict=False)]
+        if not all(map(all, counts)):
             raise refused(self.config, f"{type(strategy).__name__} counts no tokens; {remedy}", setting)
         self._tokens_a_batch = sum(tokens) / len(tokens)
         if max(tokens) > 1.1 * min(tokens) and self.config.max_updates is None:

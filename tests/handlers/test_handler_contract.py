@@ -11,6 +11,7 @@ import torch
 from pulsetrain import TrainingConfig, handlers
 from pulsetrain.engine import EventBus, Events, Every, Phase, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends.model_store import InPlaceStore
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.handlers import (
@@ -304,6 +305,23 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(
     with pytest.raises(OSError, match=r"\(.*file.*: cannot be|Checkpoint\w+\(.*file.*: cannot be"):
         MAKE[name](tmp_path / "file").attach(engine)
     assert subscriptions(engine.bus) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *LOGGERS[:-1],
+        *("EventRecorder", "Plots", "Profiler", "SampleText", "HangWatchdog", "CrashBundle", "LRFinder"),
+        "BestModel in a folder",
+    ],
+)
+def test_a_url_is_refused_where_files_are_written_on_this_machine(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigurationError, match=rf"{name.split()[0]}\(folder='memory://a'\): is a URL, and these files"
+    ):
+        MAKE[name]("memory://a")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [*LOGGERS[:-1], "Plots", "HangWatchdog", "CrashBundle"])

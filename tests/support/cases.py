@@ -22,5 +22,10 @@ class Cases(list[Any]):
 
 
 def slow_but(kept: Collection[object], values: Iterable[Any]) -> list[Any]:
-    """Parameters, those that are not kept with the mark `slow`."""
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """Parameters, those that are not kept with the mark `slow`; a tuple holds one for each name."""
+    return [
+        value
+        if value in kept
+        else pytest.param(*value if isinstance(value, tuple) else [value], marks=pytest.mark.slow)
+        for value in values
+    ]

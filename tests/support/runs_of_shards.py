@@ -20,16 +20,18 @@ __all__ = ["KINDS", "apart", "net", "saving", "sharded", "trained", "whole_of"]
 
 
 class Kind(NamedTuple):
-    """How many processes there are, and their topology; None for copies of the whole model."""
+    """How many processes there are, their topology (None for copies of the whole model), and their global batch."""
 
     processes: int
     topology: dict[str, Any] | None = None
+    batch_size: int = 4
 
 
 KINDS = {
     "one": Kind(1),
     "ddp": Kind(2),
     "fsdp": Kind(2, {}),
+    "three": Kind(3, {"shard": 3}, 6),
     "four": Kind(4, {"shard": 4}),
     "copies": Kind(4, {"replicate": 2}),
 }
@@ -70,13 +72,13 @@ def saving(
     run: Path, rank: int, kind: str, saver: dict[str, Any] | None = None, *further: Any, **config: Any
 ) -> Trainer:
     settings = {"max_epochs": 4, "optimizer": "adamw", "learning_rate": 0.01, "clip_grad_norm": 0.5, "accumulate": 2}
-    topology = KINDS[kind].topology
+    _, topology, batch_size = KINDS[kind]
     handlers = [
         Checkpointer(run, **{"every": Every(iterations=3), "keep_last": 20, "metric": "val/loss", **(saver or {})}),
         EventRecorder(run),
         *further,
     ]
     return make_with(
-        net(rank), DataLoader(double(17), 4, shuffle=True), DataLoader(double(9), 2), *handlers,
+        net(rank), DataLoader(double(17), batch_size, shuffle=True), DataLoader(double(9), 2), *handlers,
         backend=None if topology is None else sharded(**topology), **{**settings, **config},
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import Events, SupervisedStrategy
+from pulsetrain.engine import Accumulate, Events, SupervisedStrategy, TrainingBatch
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import RANKS, double, in_one_process, linear, make, weights_of
@@ -87,6 +88,52 @@ def test_losses_that_count_tokens_are_weighed_by_them():
     assert all(math.isfinite(loss) for loss in logged)
     for mine, theirs in zip(first.value[1], weights, strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-12, atol=1e-12)
+
+
+class Lengthless:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Counting(SupervisedStrategy):
+    """Counts the tokens that a row holds: those of even rows are more."""
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        rows, counts = batch
+        prepared = super().prepare_batch((rows, torch.zeros(len(rows), 1)))
+        return TrainingBatch(prepared.inputs, prepared.targets, samples=len(rows), tokens=int(counts.sum()))
+
+
+@pytest.mark.parametrize("bounds", [{"max_tokens": 24 * 7}, {"max_iterations": 7, "accumulate": Accumulate(tokens=24)}])
+def test_the_length_of_a_run_counts_the_tokens_of_all_ranks(bounds: dict[str, Any]):
+    """Each rank has a loader of its own, whose batches hold 20 tokens on one rank, and 4 on the other."""
+
+    def train(rank: int | None) -> Any:
+        data = TensorDataset(torch.ones(40, 4), torch.tensor([10, 2] * 20))
+        sampler: Any = None if rank is None else DistributedSampler(data, RANKS, rank, shuffle=False)
+        config = TrainingConfig(**bounds, optimizer="sgd", learning_rate=0.1, schedule="cosine", seed=3)
+        loader = DataLoader(data, 4 if rank is None else 2, sampler=sampler)
+        made = Trainer(linear(), loader, strategy=Counting("mse"), config=config)
+        made.train()
+        return made.length.total_updates, made.state.iteration, made.state.update, made.learning_rates
+
+    first, second = in_processes(train)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value == train(None)
+    assert first.value[:3] == (7, 7, 7)
+
+
+def test_a_rank_whose_loader_is_empty_is_refused_by_all():
+    def body(rank: int) -> None:
+        data = TensorDataset(torch.ones(40, 4), torch.ones(40))
+        loader = Lengthless(list(DataLoader(data, 2)) if rank == 0 else [])
+        Trainer(linear(), loader, strategy=Counting("mse"), config=TrainingConfig(max_tokens=8))
+
+    for ended in in_processes(body):
+        assert "gave no batch; it is empty" in ended.error
 
 
 def test_parameters_that_a_handler_unfreezes_are_averaged_from_then_on():
