@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
+    from pulsetrain.engine.distributed.pulse import SharedFlag
     from pulsetrain.engine.events.engine import Engine
     from pulsetrain.engine.optimizers import NamedOptimizers
     from pulsetrain.engine.step.backend import Backend
@@ -116,6 +117,12 @@ class TrainingRun(Protocol):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on."""
+
+    def sharing(self) -> AbstractContextManager[None]:
+        """A block that all processes enter at the same event: the state inside holds what each of them alone knows."""
+
+    def shared_flag(self) -> SharedFlag:
+        """A flag that any process may raise, and that all see from their next pulse on."""
 
     def files_to_sync(self) -> list[Path]:
         """Files that the run's handlers have written and that a checkpoint counts on."""

@@ -21,7 +21,8 @@ from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.joining import join
-from pulsetrain.engine.distributed.ranks import check_shared, is_sharded, ranks
+from pulsetrain.engine.distributed.pulse import SharedFlag
+from pulsetrain.engine.distributed.ranks import check_shared, is_sharded
 from pulsetrain.engine.distributed.shards import resharded
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
@@ -57,8 +58,8 @@ from pulsetrain.training.arguments import (
     configured_handlers,
     named_loaders,
     resolve_strategy,
-    writes_for_all,
 )
+from pulsetrain.training.attaching import attach_handlers
 from pulsetrain.training.fixed import fix
 from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.rank_share import RankShare
@@ -223,9 +224,7 @@ class Trainer(Engine):
         self.resumer.attach(self)
         self.driver.attach(self)
         self.agreement.attach(self, self.stepper, self.data)
-        for handler in self.handlers:
-            if ranks().is_main or not writes_for_all(handler, self.model):
-                handler.attach(self)
+        attach_handlers(self, self.model, self.handlers, self.agreement.control)
         self.callbacks.attach(self)
         self.registry.remember()
         self._is_made = True
@@ -421,6 +420,18 @@ class Trainer(Engine):
         """
         with reading_once(self.model):
             return self.resumer.state.state_dict()
+
+    def sharing(self) -> AbstractContextManager[None]:
+        """A block that all processes enter at the same event: `checkpoint_state` holds in it what each alone knows.
+
+        Its losses since the last log point and in the epoch, and the state of its loader. Without it, those of the main
+        process are saved.
+        """
+        return self.resumer.sharing(self.agreement.control)
+
+    def shared_flag(self) -> SharedFlag:
+        """A flag that any process may raise, and that all see from their next pulse on; all have to make it."""
+        return self.agreement.pulse.flag()
 
     def files_to_sync(self) -> list[Path]:
         """Files that the run's handlers have written and that a checkpoint counts on, such as the event log."""

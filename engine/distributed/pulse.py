@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pulsetrain.engine.distributed.collectives import ControlGroup
 
-__all__ = ["Pulse", "StopRequest"]
+__all__ = ["Pulse", "SharedFlag", "StopRequest"]
 
 
 class StopRequest(NamedTuple):
@@ -19,6 +19,31 @@ class StopRequest(NamedTuple):
     signal: str = ""  # "SIGTERM", if that is the cause
     rank: int = 0
     skip_completed: bool = False
+
+
+class SharedFlag:
+    """Any rank may raise it: from the next pulse on it is up in all of them, which take it down alike.
+
+    >>> from pulsetrain.engine.distributed.ranks import Ranks
+    >>> pulse = Pulse(ControlGroup(Ranks()), every=50)
+    >>> flag = pulse.flag()
+    >>> flag.raise_it()
+    >>> before, _, after = flag.take(), pulse.beat(50, fixed=True), flag.take()
+    >>> before, after, flag.take()
+    (False, True, False)
+    """
+
+    def __init__(self) -> None:
+        self.raised = self.is_up = False  # by this rank since the last pulse, and in all
+
+    def raise_it(self) -> None:
+        """Let it be up in all ranks after their next pulse."""
+        self.raised = True
+
+    def take(self) -> bool:
+        """Whether it is up; it is down then."""
+        was_up, self.is_up = self.is_up, False
+        return was_up
 
 
 class Pulse:
@@ -51,6 +76,7 @@ class Pulse:
     ) -> None:
         self._control, self._every, self._within, self._clock = control, every, within, clock
         self._asked: StopRequest | None
+        self._flags: list[SharedFlag] = []
         self.begin(0)
 
     def begin(self, iteration: int) -> None:
@@ -58,6 +84,13 @@ class Pulse:
         self.next = iteration + 1  # the further iteration
         self._asked = None
         self._at, self._since = iteration, self._clock()
+        for flag in self._flags:
+            flag.raised = flag.is_up = False
+
+    def flag(self) -> SharedFlag:
+        """A flag that the pulses carry; every rank has to make the same ones, in the same order."""
+        self._flags.append(made := SharedFlag())
+        return made
 
     def ask(self, reason: str, *, observed: bool = False, signal: str = "", skip_completed: bool = False) -> None:
         """Ask for the run's end; the first request counts, and an observed one before any other."""
@@ -90,9 +123,15 @@ class Pulse:
         done = iteration - self._at
         seconds = (now - self._since) / done if done > 0 else 0.0
         stops, observed, taken, ranks, *sums = self._control.sum(
-            [asked is not None, asked is not None and asked.observed, seconds, 1.0, *values],
+            [
+                *(asked is not None, asked is not None and asked.observed, seconds, 1.0, *values),
+                *(flag.raised for flag in self._flags),
+            ],
             f"a pulse after iteration {iteration}",
         )
+        for flag, raised in zip(self._flags, sums[len(values) :], strict=True):
+            flag.is_up, flag.raised = flag.is_up or raised > 0, False
+        del sums[len(values) :]
         if taken:
             self.next = iteration + max(1, int(self._within * ranks / taken))
         elif iteration >= self.next:

@@ -79,6 +79,8 @@ class AfterSeconds:
     [False, False, True, False]
     """
 
+    is_timed = True
+
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self.seconds = seconds
         self._clock = clock

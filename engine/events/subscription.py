@@ -11,7 +11,7 @@ from types import MethodType
 from typing import Literal, Protocol, TypedDict
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.filters import AfterSeconds, EventFilter, Filter
+from pulsetrain.engine.events.filters import EventFilter, Filter
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature
 from pulsetrain.engine.events.names import Event, EventLike, Events
 from pulsetrain.engine.events.payloads import HandlerFailed
@@ -118,7 +118,7 @@ class Subscription:
         self.order = Order.REGISTERED if order is None else order
         self.position: float = self.serial  # among those of its phase and order
         self.filter = event_filter
-        self.observed = isinstance(event_filter, AfterSeconds)
+        self.observed = getattr(event_filter, "is_timed", False) is True
         self.suspended: tuple[Filter | None, Handler] | None = None
         # by engine, since a subscription on a bus may follow several: its run and the counter's value
         self.fired_once: weakref.WeakKeyDictionary[EventRegistry, tuple[int, int]] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Event, Events, Every, Phase
@@ -30,16 +30,16 @@ from pulsetrain.engine.metrics import Mode
 from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
-from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 from pulsetrain.handlers.checkpointing.ranking import Ranking
-from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
+from pulsetrain.handlers.checkpointing.save_cadence import SaveCadence
 from pulsetrain.handlers.checkpointing.state_writer import SavedEngine, StateWriter, Write
 from pulsetrain.handlers.metric_values.best_value import check_mode, decide_mode, subscribe_judge
 from pulsetrain.handlers.run_files.ownership import FolderUse, holds_another_run
 
 __all__ = ["Checkpointer"]
 
+_PREEMPTED = Events.PREEMPTED.value
 _PREPARED_AFTER = 10  # iterations: by then optimizers have their state, and memory for background saves is allocated
 
 
@@ -122,7 +122,8 @@ class Checkpointer(Handler):
         self._loaded = False  # whether a checkpoint was loaded since the last run started
         self._clock = clock
         self._background = BackgroundSave(clock) if background else None
-        self._interval: SaveInterval | None = None
+        self._cadence = SaveCadence(self.every, lambda: self.writing, clock)
+        self._shares = False  # whether processes of which this one saves for all tell it what each alone knows
         self._use: FolderUse | None = None
 
     def attach(self, engine: Engine) -> Self:
@@ -139,8 +140,9 @@ class Checkpointer(Handler):
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
         if is_sharded(getattr(engine, "model", None)):
-            self._refuse_what_ranks_cannot_do_together()
+            self._refuse_torch_form()
             self._writer = StateWriter(self.manager, join())
+        together = self._shares or self._writer.control is not None
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
             self.manager.refuse(None)
@@ -157,13 +159,31 @@ class Checkpointer(Handler):
                 subscribe(Events.EXCEPTION_RAISED, self._settle_failing, phase=Phase.PERSIST)
                 ends = Events.INTERRUPT | Events.TERMINATE | Events.COMPLETED
                 subscribe(ends, self.wait, phase=Phase.PERSIST)
-            subscribe(self._cadence(), self._save_by_cadence, phase=Phase.PERSIST)
+            flag = engine.shared_flag() if together and self._cadence.is_timed and is_training_run(engine) else None
+            self._cadence.subscribe(subscribe, self._save_by_cadence, flag, is_main=self._writer.is_main)
             if self.at_end:
                 # a signal reaches one process, while a sharded model is saved by all: where they end together
                 ends = EventsList() | Events.COMPLETED
                 ends = ends if self._writer.control is not None else ends | Events.PREEMPTED
                 subscribe(ends, self._save_at_end, phase=Phase.PERSIST)
         return self
+
+    @property
+    def plan(self) -> tuple[object, ...]:
+        """When it saves; processes whose plans are equal can share what each of them alone knows."""
+        return self.every, self.at_end
+
+    def share(self) -> None:
+        """In the process that saves for all, before `attach`: the others follow."""
+        self._shares = True
+
+    def follow(self, engine: Engine) -> None:
+        """Instead of `attach`, in a process for which the main one saves: tell it what this one alone knows."""
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            flag = engine.shared_flag() if self._cadence.is_timed and is_training_run(engine) else None
+            self._cadence.subscribe(subscribe, self._tell, flag, is_main=False)
+            if self.at_end:
+                subscribe(Events.COMPLETED, self._tell, phase=Phase.PERSIST)
 
     def detach(self) -> None:
         """Stop saving; a save in the background is finished first."""
@@ -250,13 +270,6 @@ class Checkpointer(Handler):
         if set(find_checkpoints(self.manager.checkpoint_dir)) - self._first:
             raise holds_another_run("Checkpointer", self.folder)
 
-    def _cadence(self) -> EventsList:
-        if isinstance(self.every, Every):
-            return reading_events(self.every)
-        # below the promised 3.5%: the cost of a save is known only after it, and deleting older ones is not in it
-        self._interval = SaveInterval(lambda: self.writing, clock=self._clock, share=0.02)
-        return EventsList() | Events.ITERATION_COMPLETED(event_filter=self._interval.is_due)
-
     def _leave(self) -> None:
         """In a forked process: the parent's run owns the checkpoints."""
         self.manager.refuse("this process was forked from the run's, and only the run's process saves there")
@@ -311,33 +324,44 @@ class Checkpointer(Handler):
     def _prepare(self, engine: SavedEngine) -> None:
         background, stepping = self._background, is_training_run(engine) and engine.is_stepping
         if background is not None and not background.is_prepared and not stepping:
-            background.prepare(self._writer.state_of(engine))
+            background.prepare(self._writer.own_state_of(engine))
 
     def _settle(self, *, wait: bool = False, raises: bool = True) -> None:
         """Announce the save in the background, if it has ended."""
         if self._background is not None and self._background.settle(wait=wait, raises=raises):
             self.failure = "the save in the background failed"
-            if self._interval is not None:
-                self._interval.failed()
+            self._cadence.failed()
 
     def _settle_failing(self, error: BaseException) -> None:
         self._settle(wait=True, raises=False)  # the run raises its own error
 
     def _save_by_cadence(self, engine: SavedEngine, event: Event) -> None:
         start = self._clock()
-        self._save_once(engine, event, self._background)
-        if self._interval is not None:
-            self._interval.saved(self._clock() - start)
+        with self._shared(engine):
+            self._save_once(engine, event, self._background)
+        self._cadence.saved(self._clock() - start)
 
     def _save_at_end(self, engine: SavedEngine, event: Event) -> None:
-        self._save_once(engine, event, None)
+        # a signal reaches one process: the others do not come here
+        with nullcontext() if event.type == _PREEMPTED else self._shared(engine):
+            self._save_once(engine, event, None)
+
+    def _shared(self, engine: SavedEngine) -> AbstractContextManager[None]:
+        return engine.sharing() if self._shares and is_training_run(engine) else nullcontext()
+
+    def _tell(self, engine: Engine) -> None:
+        if is_training_run(engine):
+            with engine.sharing():
+                pass  # the main process saves
 
     def _save_once(self, engine: SavedEngine, event: Event, background: BackgroundSave | None) -> None:
         self.wait()
         if is_training_run(engine) and engine.is_rewinding:
             return  # this state is about to be discarded
         state, last, mark = engine.state, (self.saved_at, self._saved_on), self._ranking.mark()
-        if state.iteration == self.saved_at and (self.metric is None or not self._ranking.has_news(state)):
+        is_whole = not (self._shares and self._saved_on == _PREEMPTED)
+        has_news = self.metric is not None and self._ranking.has_news(state)
+        if state.iteration == self.saved_at and is_whole and not has_news:
             return  # two cadences, or a cadence and the run's end, met
         durable: list[CheckpointSaved] = []
 
@@ -367,8 +391,7 @@ class Checkpointer(Handler):
                 raise
             # a full disk costs this checkpoint, not the run
             self.failure = str(error)
-            if self._interval is not None:
-                self._interval.failed()
+            self._cadence.failed()
             get_logger("handlers").warning(
                 "checkpoint not saved; the run and older checkpoints are as they were",
                 folder=str(self.folder),
@@ -426,12 +449,7 @@ class Checkpointer(Handler):
 
         return noted
 
-    def _refuse_what_ranks_cannot_do_together(self) -> None:
-        if self.every == "auto" or self.every.seconds is not None:
-            rule = (
-                "the clocks of the processes differ, which save a sharded model together; save by iterations or epochs"
-            )
-            raise ConfigurationError(rule, "Checkpointer", every=self.every)
+    def _refuse_torch_form(self) -> None:
         if self.form == "torch":
             rule = "each process writes its part of a sharded model, which is a safetensors file; leave it out"
             raise ConfigurationError(rule, "Checkpointer", form=self.form)

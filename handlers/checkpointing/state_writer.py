@@ -62,7 +62,13 @@ class StateWriter:
         return self.control.main_decides(lambda: self._manager.target(label, iteration))
 
     def state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
-        """The state as this process saves it."""
+        """The state as this process saves it; where several save together, all call this."""
+        together = self.control is not None and is_training_run(engine)
+        with engine.sharing() if together and is_training_run(engine) else nullcontext():
+            return self.own_state_of(engine)
+
+    def own_state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
+        """The state without what the other processes alone know."""
         with self._ends_all():
             state = engine.checkpoint_state()
         return state if self.control is None else in_pieces(state)

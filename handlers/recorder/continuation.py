@@ -152,5 +152,5 @@ class Continuation:
 
 
 def attempt_of(engine: Engine) -> str:
-    """The id of this start of the processes; empty if the engine is no training run."""
+    """The id of this start of the processes; empty for an engine that is not a training run."""
     return engine.attempt if is_training_run(engine) else ""

@@ -11,9 +11,12 @@ from pathlib import Path
 from pulsetrain.cli.launch import Launch, launch_once, started_with
 from pulsetrain.cli.reports import OK
 from pulsetrain.cli.results import logs_on_stderr, run_folder
+from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.reproduce.fork import check_request, fork
+from pulsetrain.reproduce.processes import processes_after
 
 __all__ = ["run"]
 
@@ -31,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if how is not None:
         status = _launch(how, folder, arguments, changes)
         return status if status != OK else _train(arguments, how.options)
+    if ranks().world_size == 1 and not started_with():
+        _refuse_one_process(folder, check_request(folder, arguments.at, arguments.into, changes))
     ranges = [parse_range(text) for text in arguments.skip_batches]
     with logs_on_stderr():
         made = fork(folder, arguments.at, arguments.into, changes, ranges)
@@ -41,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{'changed' if not index else '':<12}{change}")
     if started_with():
         return OK  # the command that has started the processes continues
-    launched = ranks().world_size > 1 or made.processes == 1
-    return _train(arguments, [] if launched else [f"--launch.nproc={made.processes}"])
+    count = ranks().world_size
+    return _train(arguments, [] if count == 1 or arguments.train else [f"--launch.nproc={count}"])
 
 
 def _launch(how: Launch, folder: Path, arguments: argparse.Namespace, changes: Mapping[str, str]) -> int:
@@ -54,6 +59,15 @@ def _launch(how: Launch, folder: Path, arguments: argparse.Namespace, changes: M
         parse_range(text)
         words += ["--skip-batches", text]
     return launch_once(how.nproc, words)
+
+
+def _refuse_one_process(folder: Path, checkpoint: Location) -> None:
+    count = processes_after(folder, step_of(checkpoint))
+    if count > 1:
+        raise ConfigurationError(
+            f"{folder}: was trained by {count} processes after iteration {step_of(checkpoint)}; fork it in as many, "
+            f"--launch.nproc {count}, or in another number of them, which then train the fork"
+        )
 
 
 def _train(arguments: argparse.Namespace, options: Sequence[str]) -> int:

@@ -75,7 +75,6 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
     Raises:
         ConfigurationError: this process is one of several already.
     """
-    os.environ[_OPTIONS] = " ".join(how.options)
     count, failed, before = how.nproc, 0, progress()
     while True:
         resumed = list(words)
@@ -83,7 +82,7 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
             resumed[resumed.index("--resume") + 1] = "latest"
         elif failed:
             resumed += ["--resume", "latest"]
-        ended = _start(count, ["train", *resumed])
+        ended = _start(count, ["train", *resumed], how)
         if ended.rank is None or (ended.status > 0 and ended.status != Warden.STATUS):
             return ended.status
         now = progress()
@@ -105,11 +104,10 @@ def launch_once(count: int, words: Sequence[str], threads: int | None = None) ->
         words: of the command line, without those about launching.
         threads: of each process; by default an even share of the processors.
     """
-    os.environ[_OPTIONS] = " ".join(Launch(count, count).options)
     if threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a status other than 0 is not a failure
-    ended = _start(count, words)
+    ended = _start(count, words, Launch(count, count))
     if ended.status >= 0:
         return ended.status
     print(f"pulsetrain: rank {ended.rank} was ended by signal {-ended.status}", file=sys.stderr)
@@ -123,8 +121,8 @@ class _Ended(NamedTuple):
     status: int  # its exit status, or less than 0 if a signal ended it
 
 
-def _start(count: int, words: Sequence[str]) -> _Ended:
-    """Start so many processes, and wait for their end."""
+def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
+    """Start so many processes, which were asked for like this, and wait for their end."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -143,6 +141,8 @@ def _start(count: int, words: Sequence[str]) -> _Ended:
         min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn", **forwarded,
     )  # fmt: skip
+    before = os.environ.get(_OPTIONS)
+    os.environ[_OPTIONS] = " ".join(how.options)
     try:
         elastic_launch(config, sys.executable)("-m", "pulsetrain", *words)
     except SignalException as stopped:
@@ -150,6 +150,10 @@ def _start(count: int, words: Sequence[str]) -> _Ended:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _Ended(rank, int(failure.exitcode))
+    finally:
+        os.environ.pop(_OPTIONS)
+        if before is not None:
+            os.environ[_OPTIONS] = before
     return _Ended(None, 0)
 
 

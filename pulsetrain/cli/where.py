@@ -38,11 +38,11 @@ def _lines(found: Sequence[Position], last: Sequence[Position]) -> list[str]:
     if not last:
         lines.append("every process has ended its run")
     elif len(found) > 1:
-        lines.append(_who_is_behind(found, last))
+        lines.append(_who_lags(found, last))
     return lines
 
 
-def _who_is_behind(found: Sequence[Position], last: Sequence[Position]) -> str:
+def _who_lags(found: Sequence[Position], last: Sequence[Position]) -> str:
     names = ", ".join(str(each.rank) for each in last)
     who = f"rank {names}" if len(last) == 1 else f"ranks {names}"
     if len(last) == len(found):

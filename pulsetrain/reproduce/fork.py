@@ -17,7 +17,6 @@ from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers import LRScheduler
 from pulsetrain.handlers.run_files.run_file import write_run_file
-from pulsetrain.reproduce.processes import processes_of
 from pulsetrain.reproduce.rerun import nearest_checkpoint
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.state.run_state import IN_PIECES
@@ -38,7 +37,6 @@ class Fork:
 
     folder: Path
     parent: dict[str, Json]  # the entry `parent` of run.json
-    processes: int  # that have trained the original run from the checkpoint on
     changed: tuple[str, ...]  # settings, as "training.learning_rate: 0.001 -> 0.0001"
 
 
@@ -82,7 +80,8 @@ def fork(
         _check_effect(trainer, skip_batches)
         _apply(trainer, groups, settings)
         trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
-        trainer.save_checkpoint("fork")
+        with trainer.sharing():
+            trainer.save_checkpoint("fork")
         for handler in trainer.handlers:
             handler.detach()  # `pulsetrain train` makes the trainer again
         iteration = trainer.state.iteration
@@ -126,8 +125,7 @@ def _described(run: Path, into: Path, trainer: Trainer, checkpoint: Location, it
         "changed": list(changed),
     }
     write_run_file(into, trainer, base=read_run_file(into).get("base"), parent=parent)
-    last = [each for each in processes_of(run) if each.first <= iteration + 1][-1]
-    return Fork(into, parent, last.processes, changed)
+    return Fork(into, parent, changed)
 
 
 def _joined(run: Path, ranges: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.reader import logged_ranks
 from pulsetrain.engine.recording.log.run_file import read_run_file
 
-__all__ = ["Stretch", "check_processes", "processes_of"]
+__all__ = ["Stretch", "check_processes", "processes_after", "processes_of"]
 
 
 class Stretch(NamedTuple):
@@ -47,6 +47,16 @@ def processes_of(run: Path) -> list[Stretch]:
     counts = counts or [(0, len(logged_ranks(run)))]
     ends = [after for after, _ in counts[1:]]
     return [Stretch(after + 1, end, count) for (after, count), end in zip(counts, [*ends, None], strict=True)]
+
+
+def processes_after(run: Path, iteration: int) -> int:
+    """By how many processes the run was trained after this iteration.
+
+    Args:
+        run: the run folder.
+        iteration: of a checkpoint.
+    """
+    return [each.processes for each in processes_of(run) if each.first <= iteration + 1][-1]
 
 
 def check_processes(run: Path, first: int, last: int | None, here: int) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 from pulsetrain.engine import LAST, Engine, Event, Events, Phase
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.data_change import adapt_to_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
+from pulsetrain.state.local_state import local_entries, state_of_rank
 from pulsetrain.state.module_state import ModulesPart
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.state.part import AttachedPart, Part, StateDict
@@ -83,7 +85,7 @@ class Resumer:
         """
         saved = upgrade(saved)
         self.state.check_state_dict(saved)
-        saved = adapt_to_data(saved, loader)
+        saved = adapt_to_data(state_of_rank(saved, ranks()), loader)
         self.state.load_state_dict(saved)
         self._registry.report_pairs(saved["handlers"])
         data = self.data
@@ -93,6 +95,18 @@ class Resumer:
             inside_epoch=not data.epoch_done,
             done=0 if data.epoch_done else data.trained - data.epoch_start,
         )
+
+    @contextmanager
+    def sharing(self, control: ControlGroup) -> Iterator[None]:
+        """A block that all processes enter together: the state inside holds what each of them alone knows."""
+        if not control.is_shared:
+            yield
+            return
+        self.state.others = control.gather(local_entries(self.state.parts))[1:]
+        try:
+            yield
+        finally:
+            self.state.others = None
 
     def reset(self, seed: int) -> None:
         """Seed the generators, on each rank its own way, and return every part to the state before iteration 1."""

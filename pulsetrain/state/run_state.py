@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from pulsetrain.handlers import EventRecorder
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
+from pulsetrain.state.local_state import RANKS
 from pulsetrain.state.part import CheckedPart, Part, StateDict, Stateful, keeps_state, require
 
 __all__ = [
@@ -60,6 +61,7 @@ class RunState:
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self.parts = parts
+        self.others: Sequence[Mapping[str, Any]] | None = None  # what other processes know, while all save together
 
     def reset(self) -> None:
         """Return every part to the state before the first iteration."""
@@ -68,7 +70,8 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next iteration depends on, as tensors and plain containers."""
-        return {"format": FORMAT, **{name: part.state_dict() for name, part in self.parts.items()}}
+        of_others = {} if self.others is None else {RANKS: list(self.others)}
+        return {"format": FORMAT, **{name: part.state_dict() for name, part in self.parts.items()}, **of_others}
 
     def check_state_dict(self, state: StateDict) -> None:
         """Refuse a state that lacks a part which every checkpoint has, or does not fit one.

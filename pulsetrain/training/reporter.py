@@ -167,9 +167,17 @@ class MetricsReporter:
         require("reporter.named_losses", state["named_losses"], self.named_losses)
 
     def load_state_dict(self, state: StateDict) -> None:
-        self.losses.load_state_dict(state["losses"], self._backend.device)
-        for name, losses in self.named_losses.items():
-            losses.load_state_dict(state["named_losses"][name], self._backend.device)
+        if "losses" in state:
+            self.losses.load_state_dict(state["losses"], self._backend.device)
+            for name, losses in self.named_losses.items():
+                losses.load_state_dict(state["named_losses"][name], self._backend.device)
+        else:  # another process takes them
+            for losses in self._all_losses():
+                losses.reset()
+        for other in state.get("others", ()):
+            self.losses.absorb(other["losses"])
+            for name, losses in self.named_losses.items():
+                losses.absorb(other["named_losses"][name])
         self.announced_skips = state["announced_skips"]
         self.history.load_state_dict(state["history"])
 

@@ -175,6 +175,16 @@ class Losses:
             self._dtype = losses.dtype
         self._sizes = [_on(device, size) for size in state["sizes"]]
 
+    def absorb(self, state: StateDict) -> None:
+        """Add what another process has saved to the means."""
+        other = Losses()
+        other.load_state_dict(state, "cpu")
+        for reader, mean in self._means.items():
+            total, weight = other.sums(reader)
+            if weight:
+                mean.update(total / weight, weight)
+                self._folded[reader] += other.count(reader)
+
 
 def _on(device: torch.device | str, value: T) -> T | Tensor:
     return value.to(device) if isinstance(value, Tensor) else value

@@ -345,9 +345,7 @@ def test_the_rank_that_hangs_is_named_after_everything_was_killed(
         ((7, 7, 9), (2,), "ranks 0, 1: not ended, unlike the others"),
     ],
 )
-def test_where_names_who_is_behind(
-    reached: tuple[int, ...], ended: tuple[int, ...], said: str, tmp_path: Path, capsys: Any
-):
+def test_where_names_who_lags(reached: tuple[int, ...], ended: tuple[int, ...], said: str, tmp_path: Path, capsys: Any):
     for rank, iteration in enumerate(reached):
         writer = LogWriter(tmp_path / "events", rank)
         writer.add(LoggedEvent(ord=0, engine="trainer", event="iteration_completed", iteration=iteration, seq=0, t=1))

@@ -127,8 +127,7 @@ def test_handlers_that_do_not_know_shards_are_refused_before_training(tmp_path: 
         "BestModel": lambda: BestModel("val/loss"),
         "CrashBundle": lambda: CrashBundle(tmp_path),
         "GradientMonitor": lambda: GradientMonitor(histograms=True),
-        "Checkpointer(every='auto')": lambda: Checkpointer(tmp_path, every="auto"),
-        "Checkpointer(every=Every(seconds=5))": lambda: Checkpointer(tmp_path, Every(seconds=5)),
+        "Checkpointer(form='torch')": lambda: Checkpointer(tmp_path, form="torch"),
     }
 
     def run(rank: int) -> list[str]:

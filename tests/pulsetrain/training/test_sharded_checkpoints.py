@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every
+from pulsetrain.engine import CheckpointError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_weights, save_safetensors
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
@@ -162,21 +162,6 @@ def test_a_checkpoint_of_four_processes_resumes_on_any_other_number(first: str, 
     for each in ended:
         assert each.error == ""
         assert apart({**each.value, "val": each.value["val"][-1:]}, {**whole, "val": whole["val"][-1:]}) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"form": "torch"}, "form='torch'"), ({"every": "auto"}, "the clocks of the processes differ")],
-)
-def test_a_cadence_or_form_that_processes_cannot_share_is_refused(options: dict[str, Any], said: str, tmp_path: Path):
-    def run(rank: int) -> str:
-        with pytest.raises(ConfigurationError) as refused:
-            saving(tmp_path / "run", rank, "fsdp", options)
-        return str(refused.value)
-
-    for each in in_processes(run):
-        assert each.error == ""
-        assert said in each.value
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""What each of several processes alone knows is in the checkpoint: its losses so far, and the state of its loader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from pulsetrain import SignalWatch, Trainer
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers import Checkpointer, EventRecorder
+from tests.support.models import pairs
+from tests.support.ranks import in_processes
+from tests.support.runs_of_ranks import linear, make
+from tests.support.runs_of_shards import KINDS, saving
+
+KILLED_AT = 11  # after the checkpoint of iteration 9, which lies between two log points and inside the second epoch
+
+
+def reported(run: Path, rank: int, kind: str, resume: str | None = None, kill: bool = False) -> Any:
+    """The losses at log points, and the means of the epochs."""
+    made = saving(run, rank, kind, log_every_n_steps=7)
+    if kill:
+        made.on(Events.ITERATION_COMPLETED(once=KILLED_AT))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    logged: list[float] = []
+    made.on(Events.METRICS_LOGGED)(lambda engine, event: logged.append(event.payload.metrics["train/loss"]))
+    history = made.train(resume=resume)
+    (check,) = (each.resume_check for each in made.handlers if isinstance(each, EventRecorder))
+    return logged, history["train/loss"], None if check is None else check.difference
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_run_that_resumes_between_two_log_points_reports_the_same_losses(kind: str, tmp_path: Path):
+    in_processes(lambda rank: reported(tmp_path / "run", rank, kind, kill=True))
+    resumed = in_processes(lambda rank: reported(tmp_path / "run", rank, kind, resume="latest"))
+    whole = in_processes(lambda rank: reported(tmp_path / "whole", rank, kind))
+    assert [each.error for each in (*resumed, *whole)] == [""] * 4
+    for each, expected in zip(resumed, whole, strict=True):
+        logged, means, difference = each.value
+        assert (logged, means) == (expected.value[0][1:], expected.value[1]), "bit for bit"
+        assert difference is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("ddp", "one"), ("one", "ddp"), pytest.param("four", "fsdp", marks=pytest.mark.slow)]
+)
+def test_another_number_of_processes_counts_the_losses_of_all(first: str, then: str, tmp_path: Path):
+    in_processes(lambda rank: reported(tmp_path / "run", rank, first, kill=True), KINDS[first].processes)
+    resumed = in_processes(lambda rank: reported(tmp_path / "run", rank, then, resume="latest"), KINDS[then].processes)
+    whole = in_processes(lambda rank: reported(tmp_path / "whole", rank, then), KINDS[then].processes)
+    assert {each.error for each in (*resumed, *whole)} == {""}
+    for each, expected in zip(resumed, whole, strict=True):
+        assert each.value[0] == pytest.approx(expected.value[0][1:], rel=1e-6), "a mean of float32 numbers"
+        assert each.value[1] == pytest.approx(expected.value[1], rel=1e-6)
+
+
+class OwnOrder:
+    """A loader of one rank, which keeps its order and its position itself; no two ranks have a row in common."""
+
+    def __init__(self, rank: int, seen: list[int]) -> None:
+        self.rows, self.seen = [2 * index + rank for index in range(12)], seen
+        self.order: list[int] = []
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.at:
+            self.order = [self.rows[index] for index in torch.randperm(12).tolist()]
+        inputs, targets = pairs(24).tensors
+        while self.at < 12:
+            rows = self.order[self.at : self.at + 2]
+            self.at += 2
+            self.seen.extend(rows)
+            yield inputs[rows], targets[rows]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self.order), "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = list(state["order"]), state["at"]
+
+
+def test_each_process_gets_the_state_of_its_own_loader_back(tmp_path: Path):
+    def train(rank: int, run: str, resume: str | None = None, kill_at: int = 99) -> Any:
+        seen: list[int] = []
+        saver = Checkpointer(tmp_path / run, Every(iterations=2))
+        made = make(linear(), OwnOrder(rank, seen), saver)
+        made.on(Events.ITERATION_COMPLETED(once=kill_at))(lambda: os._exit(0))
+        made.train(resume=resume)
+        return seen, [each.tolist() for each in made.model.parameters()]
+
+    in_processes(lambda rank: train(rank, "run", kill_at=9))
+    resumed = in_processes(lambda rank: train(rank, "run", resume="latest"))
+    whole = in_processes(lambda rank: train(rank, "whole"))
+    assert [each.error for each in (*resumed, *whole)] == [""] * 4
+    for each, expected in zip(resumed, whole, strict=True):
+        assert each.value[0] == expected.value[0][16:], "from the checkpoint of iteration 8 on"
+        assert each.value[1] == expected.value[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [Every(seconds=0.2, epochs=2), pytest.param("auto", marks=pytest.mark.slow)], ids=str)
+def test_processes_whose_clocks_differ_save_together(kind: str, every: Any, tmp_path: Path):
+    def run(rank: int) -> Any:
+        made = saving(tmp_path, rank, kind, {"every": every, "metric": None}, max_epochs=30, log_every_n_steps=7)
+        made.on(Events.ITERATION_STARTED)(lambda: time.sleep(0.01 if rank else 0.012))
+        made.train()
+        return made.state.iteration
+
+    ended = in_processes(run)
+    assert [each.error for each in ended] == ["", ""]
+    found = CheckpointManager(tmp_path / "checkpoints").valid()
+    steps = {int(each.name[:9]) for each in found}
+    assert len(steps) >= 3
+    assert any(step % 10 for step in steps), "not at the end of an epoch"
+    for each in found:
+        assert len(load_checkpoint(each)["ranks"]) == 1
+    saved = list(EventLog(tmp_path).read(event="checkpoint_saved"))
+    timed = [each for each in saved if each.iteration % 10]
+    assert timed
+    assert all(each.ord < 0 for each in timed), "observed events, which a repeated run has elsewhere"
+
+
+def test_a_checkpointer_of_one_process_saves_and_the_losses_that_are_missing_are_named(tmp_path: Path):
+    def run(rank: int, resume: str | None) -> Any:
+        with capture_logs() as logs:
+            savers = [Checkpointer(tmp_path, Every(iterations=3))] if rank == 0 or resume else []
+            made: Trainer = make(
+                linear(), list(zip(*(each.split(2) for each in pairs(24).tensors), strict=True)), *savers
+            )
+            made.train(resume=resume)
+        return [each["event"] for each in logs if "other Checkpointers" in each["event"]]
+
+    first = in_processes(lambda rank: run(rank, None))
+    assert [each.error for each in first] == ["", ""]
+    assert [len(each.value) for each in first] == [1, 0]
+    assert "ranks" not in load_checkpoint(CheckpointManager(tmp_path / "checkpoints").valid()[-1])
+    again = in_processes(lambda rank: run(rank, "latest"))
+    assert [(each.error, each.value) for each in again] == [("", []), ("", [])]
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_checkpoint_where_a_signal_ends_a_run_has_the_losses_of_all(who: int, tmp_path: Path):
+    def run(rank: int) -> Any:
+        made = saving(tmp_path, rank, "ddp", max_epochs=400, log_every_n_steps=50)
+        if rank == who:
+            made.on(Events.ITERATION_COMPLETED(once=13))(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with SignalWatch(made):
+            made.train()
+        return made.state.iteration
+
+    first, second = in_processes(run, limit=40)
+    assert (first.error, second.error) == ("", "")
+    newest = CheckpointManager(tmp_path / "checkpoints").valid()[-1]
+    assert int(newest.name[:9]) == first.value == second.value
+    assert len(load_checkpoint(newest)["ranks"]) == 1
