@@ -25,7 +25,6 @@ from pulsetrain.engine.distributed.pulse import SharedFlag
 from pulsetrain.engine.distributed.ranks import check_shared, is_sharded
 from pulsetrain.engine.distributed.shards import resharded
 from pulsetrain.engine.events.payloads import CheckpointLoaded
-from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import (
@@ -39,6 +38,7 @@ from pulsetrain.handlers import Callback, CallbackList
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.module_state import ModulesPart
+from pulsetrain.state.optimizer_state import OptimizerPart
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.run_state import (
     IN_PIECES,
@@ -46,7 +46,6 @@ from pulsetrain.state.run_state import (
     Counters,
     MadeWith,
     ModelPart,
-    OptimizerPart,
     StrategyPart,
 )
 from pulsetrain.state.unsaved import UnsavedState
@@ -66,6 +65,7 @@ from pulsetrain.training.rank_share import RankShare
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_driver import RunDriver
 from pulsetrain.training.run_length import RunLength
+from pulsetrain.training.run_view import RunView
 from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.validation import Evaluation, Validator, check_sets
 
@@ -75,7 +75,7 @@ Loader = Iterable[Any]
 OptimizerChoice = str | torch.optim.Optimizer | Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Trainer(Engine):
+class Trainer(RunView):
     """Trains a model: an Engine with a training step, validation and checkpoints.
 
     >>> from pulsetrain.engine import SupervisedStrategy
@@ -294,80 +294,6 @@ class Trainer(Engine):
         self.stepper.skip_update(where)
 
     @property
-    def is_resuming(self) -> bool:
-        """Whether a checkpoint was loaded from which the run has not continued yet."""
-        return self.resumer.is_resuming
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a training step is in progress, so that the state is between two updates."""
-        return self.stepper.is_stepping
-
-    def as_step(self) -> AbstractContextManager[None]:
-        """Refuse checkpoints inside the block, as during a training step: the state is between two updates."""
-        return self.stepper.as_step()
-
-    @property
-    def is_rewinding(self) -> bool:
-        """Whether this run ends only to continue from an earlier checkpoint."""
-        return self.driver.is_rewinding
-
-    @property
-    def rewinds(self) -> int:
-        """How often the run has returned to an earlier checkpoint."""
-        return self.data.rewinds
-
-    @property
-    def accumulated(self) -> int:
-        """How many batches wait for the next update."""
-        return self.stepper.accumulated
-
-    @property
-    def learning_rates(self) -> tuple[float, ...]:
-        """The learning rates of the last update, one per parameter group."""
-        return self.stepper.learning_rates
-
-    @property
-    def seed(self) -> int:
-        """The run's seed: the configuration's, torch's when the run started, or that of the loaded checkpoint."""
-        return self.data.seed
-
-    @property
-    def total_iterations(self) -> int | None:
-        """How many batches the run takes in all; None if that is not known."""
-        return self.length.total_iterations
-
-    @property
-    def processes(self) -> Sequence[Mapping[str, object]]:
-        """Host, pid and environment of each process that trains, by rank; empty if there is one."""
-        return self.agreement.processes
-
-    @property
-    def attempt(self) -> str:
-        """An id of this start of the processes, the same in all of them."""
-        return self.agreement.attempt
-
-    @property
-    def history(self) -> MetricTracker:
-        """The values of every metric of the run."""
-        return self.reporter.history
-
-    @property
-    def val_loaders(self) -> Mapping[str, Loader]:
-        """The validation sets by name."""
-        return self.validator.loaders
-
-    @val_loaders.setter
-    def val_loaders(self, loaders: Mapping[str, Loader]) -> None:
-        self.validator.loaders = loaders
-
-    @property
-    def val_metrics(self) -> Mapping[str, object]:
-        """The metric objects by their full names, such as "val/accuracy"."""
-        metrics = self.evaluation.metrics
-        return {f"{name}/{metric}": each for name in self.val_loaders for metric, each in metrics.items()}
-
-    @property
     def model_state(self) -> ModelState:
         """Weights, optimizer state and metadata as they are now, as values: further training does not change them."""
         state = self.model_store.snapshot()
@@ -463,14 +389,6 @@ class Trainer(Engine):
         """
         self.resumer.load(state, self.train_loader)
         self.abandon()
-
-    def describe_bound(self) -> str:
-        return self.length.describe_bound(self.state)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the run has reached its bound."""
-        return self.driver.is_done
 
     def around_epoch(self, done: int) -> AbstractContextManager[None]:
         return self.driver.around_epoch(done)

@@ -13,6 +13,7 @@ __all__ = ["Started", "hosts", "slurm_job", "started"]
 
 _SPECIAL_STEPS = 1 << 31  # from here on, Slurm's numbers of steps mean batch scripts, shells of salloc, and the like
 _PORTS = range(20_000, 30_000)  # below those that Linux gives to outgoing connections
+_LAST_PORT = 65_535
 _TAKE_ALL = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, which then count alone, or none of them"
 
 
@@ -105,7 +106,7 @@ def _by_torchrun(environment: Mapping[str, str]) -> Started:
         world_size,
         _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank,
         environment.get("MASTER_ADDR", ""),
-        _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else 0,
+        _port_of_user(environment) if environment.get("MASTER_PORT") else 0,
         "torchrun",
     )
 
@@ -140,7 +141,7 @@ def _by_slurm(environment: Mapping[str, str]) -> Started:
         world_size,
         _number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else rank,
         environment.get("MASTER_ADDR") or _first_host(environment, rank),
-        _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else _port(environment),
+        _port_of_user(environment) if environment.get("MASTER_PORT") else _port(environment),
         "Slurm",
     )
 
@@ -165,9 +166,18 @@ def _first_host(environment: Mapping[str, str], rank: int) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """The same in all tasks of a step, and probably another one in other steps on the host."""
+    """The same in all tasks of a step, and probably another one in other steps on the host, or after a requeue."""
     step = f"{slurm_job(environment)}.{environment['SLURM_STEP_ID']}"
+    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    step += "" if restarts == "0" else f".{restarts}"
     return _PORTS[zlib.crc32(step.encode()) % len(_PORTS)]
+
+
+def _port_of_user(environment: Mapping[str, str]) -> int:
+    port = _number(environment, "MASTER_PORT")
+    if port > _LAST_PORT:
+        raise ConfigurationError(f"MASTER_PORT={port}: ports end at {_LAST_PORT}; set it to one that is free")
+    return port
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -21,7 +21,7 @@ from pulsetrain.engine.checkpoint import (
 )
 from pulsetrain.engine.distributed.joining import busy, join
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
 from pulsetrain.engine.events.payloads import CheckpointSaved
@@ -31,9 +31,10 @@ from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
+from pulsetrain.handlers.checkpointing.best_pointer import BestPointer
 from pulsetrain.handlers.checkpointing.ranking import Ranking
 from pulsetrain.handlers.checkpointing.save_cadence import SaveCadence
-from pulsetrain.handlers.checkpointing.state_writer import SavedEngine, StateWriter, Write
+from pulsetrain.handlers.checkpointing.state_writer import Save, SavedEngine, StateWriter, Write
 from pulsetrain.handlers.metric_values.best_value import check_mode, decide_mode, subscribe_judge
 from pulsetrain.handlers.run_files.ownership import FolderUse, holds_another_run
 
@@ -118,6 +119,7 @@ class Checkpointer(Handler):
         self._saved_on: str | None = None  # its event, which `verify` compares at; None for a save by `save`
         self.failure: str | None = None  # why the last save failed; None if it did not
         self._ranking = Ranking(metric or "", mode, keep_best)
+        self._pointer = BestPointer(self.manager, self._ranking)
         self._first: set[Location] = set()  # saved by this handler before the first iteration
         self._loaded = False  # whether a checkpoint was loaded since the last run started
         self._clock = clock
@@ -228,20 +230,19 @@ class Checkpointer(Handler):
             self.wait()
             last, self._saved_on = self._saved_on, None
             try:
-                target = self._writer.target(label, engine.state.iteration)
-                return self._write(engine, target, label, bool(is_best), lambda saved: None, marked=bool(is_best))
+                save = Save(
+                    self._writer.target(label, engine.state.iteration), label, self.form_for(engine),
+                    is_best=bool(is_best), marked=bool(is_best),
+                )  # fmt: skip
+                return self._write(engine, save, lambda saved: None)
             finally:
                 self._saved_on = last
 
     def save_with(self, manager: CheckpointManager, engine: SavedEngine, label: str) -> Location:
         """Save with another manager, and announce nothing; all processes that share the model call this."""
         writer = StateWriter(manager, self._writer.control)
-        target = writer.target(label, engine.state.iteration)
-        write = writer.writer(
-            engine, target, label, self.form_for(engine), is_best=False, marked=False, background=False, kept=tuple,
-            when_durable=lambda path: None,
-        )  # fmt: skip
-        return write(writer.state_of(engine), lambda saved: None)
+        save = Save(writer.target(label, engine.state.iteration), label, self.form_for(engine))
+        return writer.writer(engine, save)(writer.state_of(engine), lambda saved: None)
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable or has failed."""
@@ -292,34 +293,7 @@ class Checkpointer(Handler):
     def _on_loaded(self) -> None:
         self._loaded = True
         if self._writer.is_main:
-            self._point_at_best()
-
-    def _point_at_best(self, *new: str) -> None:
-        """Let the manager's pointer follow the ranking; a disk that is full then costs no checkpoint.
-
-        Args:
-            new: a checkpoint's folder that was saved just now.
-        """
-        present = {*new, *(each.name for each in find_checkpoints(self.manager.checkpoint_dir))}
-        best = next((name for _, name in self.best if name in present), None)
-        if self.metric is None or best is None:
-            return
-        try:
-            if self._pointed_at() != best:
-                self.manager.set_best(best)
-        except OSError as error:
-            get_logger("handlers").warning(
-                "the pointer to the best checkpoint could not be written, and is written again with the next save",
-                best=best,
-                error=str(error),
-            )
-
-    def _pointed_at(self) -> str | None:
-        try:
-            best = self.manager.get_best()
-        except CheckpointError:  # damaged: it is written again
-            return None
-        return best.name if best is not None else None
+            self._pointer.update()
 
     def _prepare(self, engine: SavedEngine) -> None:
         background, stepping = self._background, is_training_run(engine) and engine.is_stepping
@@ -374,15 +348,15 @@ class Checkpointer(Handler):
             # ranked before the state is read, so that a run that resumes from this checkpoint knows its rank
             improved = self.metric is not None and self._ranking.rank(state, target.name)
             self.saved_at, self._saved_on = state.iteration, event.type
+            save = Save(target, self.name, self.form_for(engine), is_best=improved, background=background is not None)
             if background is not None:
-                write = self._write_of(engine, target, self.name, improved, background=True)
-                main = self._writer.is_main
+                write, main = self._write_of(engine, save), self._writer.is_main
                 background.begin(
                     self._writer.state_of(engine), state.iteration, write, engine.fire if main else _silently, undo,
                     self._prune if main else lambda saved: None,
                 )  # fmt: skip
             else:
-                self._write(engine, target, self.name, improved, durable.append)
+                self._write(engine, save, durable.append)
         except BaseException as error:
             if durable:  # raised by a receiver of CHECKPOINT_SAVED
                 raise
@@ -399,46 +373,25 @@ class Checkpointer(Handler):
                 error=str(error),
             )
 
-    def _write(
-        self,
-        engine: SavedEngine,
-        target: Location,
-        label: str,
-        is_best: bool,
-        when_durable: Callable[[CheckpointSaved], object],
-        *,
-        marked: bool = False,
-    ) -> Location:
+    def _write(self, engine: SavedEngine, save: Save, when_durable: Callable[[CheckpointSaved], object]) -> Location:
         def announce(saved: CheckpointSaved) -> None:
             when_durable(saved)
             if self._writer.is_main:
                 engine.fire(Events.CHECKPOINT_SAVED, saved)
 
-        write = self._write_of(engine, target, label, is_best, marked=marked)
+        write = self._write_of(engine, save)
         return write(self._writer.state_of(engine), announce)
 
-    def _write_of(
-        self,
-        engine: SavedEngine,
-        target: Location,
-        label: str,
-        is_best: bool,
-        *,
-        marked: bool = False,
-        background: bool = False,
-    ) -> Write:
+    def _write_of(self, engine: SavedEngine, save: Save) -> Write:
         iteration = engine.state.iteration
 
         def durable(path: Location) -> None:
             if iteration == 0:
                 self._first.add(path)
-            if not marked:
-                self._point_at_best(path.name)
+            if not save.marked:
+                self._pointer.update(path.name)
 
-        write = self._writer.writer(
-            engine, target, label, self.form_for(engine), is_best=is_best, marked=marked, background=background,
-            kept=self._kept, when_durable=durable,
-        )  # fmt: skip
+        write = self._writer.writer(engine, save, self._kept, durable)
 
         def noted(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
             def announced(saved: CheckpointSaved) -> None:

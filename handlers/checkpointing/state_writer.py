@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.checkpointing.shared_save import SharedSave
 
-__all__ = ["SavedEngine", "StateWriter", "Write"]
+__all__ = ["Save", "SavedEngine", "StateWriter", "Write"]
 
 Write = Callable[[Mapping[str, Any], Callable[[CheckpointSaved], None]], Location]
 
@@ -37,6 +38,18 @@ class SavedEngine(Protocol):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save."""
+
+    target: Location  # the checkpoint's folder
+    label: str  # in the folder's name
+    form: Form  # of the file
+    is_best: bool = False  # what the event says
+    marked: bool = False  # whether the manager marks it as the best
+    background: bool = False  # whether another thread writes it, so that older ones are not deleted then
 
 
 class StateWriter:
@@ -86,26 +99,15 @@ class StateWriter:
     def writer(
         self,
         engine: SavedEngine,
-        target: Location,
-        label: str,
-        form: Form,
-        *,
-        is_best: bool,
-        marked: bool,
-        background: bool,
-        kept: Callable[[], Collection[Location]],
-        when_durable: Callable[[Location], object],
+        save: Save,
+        kept: Callable[[], Collection[Location]] = tuple,
+        when_durable: Callable[[Location], object] = lambda path: None,
     ) -> Write:
         """A function that writes a state of this iteration, and calls another one once it is durable.
 
         Args:
             engine: whose state it is.
-            target: the checkpoint's folder.
-            label: in the folder's name.
-            form: of the file.
-            is_best: what the event says.
-            marked: whether the manager marks it as the best.
-            background: whether another thread calls the function, so that older ones are not deleted then.
+            save: where and how.
             kept: those that are not deleted.
             when_durable: called in the main process, with the folder.
         """
@@ -123,7 +125,12 @@ class StateWriter:
         def saved(size: int) -> CheckpointSaved:
             seconds = time.perf_counter() - start
             return CheckpointSaved(
-                path=target, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best, background=background
+                path=save.target,
+                iteration=iteration,
+                bytes=size,
+                seconds=seconds,
+                is_best=save.is_best,
+                background=save.background,
             )
 
         def write(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
@@ -134,10 +141,10 @@ class StateWriter:
                 announce(saved(manager.size(path)))
 
             _sync(files)
-            with nullcontext() if background else busy():
+            with nullcontext() if save.background else busy():
                 return manager.save(
-                    state, label, marked, step=iteration, keep=kept(), announce=durable, form=form,
-                    prune=not background, unsaved=state.get("unsaved"), others=shared, target=target,
+                    state, save.label, save.marked, step=iteration, keep=kept(), announce=durable, form=save.form,
+                    prune=not save.background, unsaved=state.get("unsaved"), others=shared, target=save.target,
                 )  # fmt: skip
 
         def lead(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
@@ -147,9 +154,9 @@ class StateWriter:
         def follow(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
             assert shared is not None
             assert control is not None
-            files = shared.follow(lambda: manager.write_pieces(state, target, control.ranks.rank))
+            files = shared.follow(lambda: manager.write_pieces(state, save.target, control.ranks.rank))
             announce(saved(sum(each["bytes"] for each in files.values())))
-            return target
+            return save.target
 
         if shared is None:
             return write

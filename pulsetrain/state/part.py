@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["AttachedPart", "CheckedPart", "Part", "StateDict", "Stateful", "keeps_state", "require"]
+__all__ = [
+    "AttachedPart", "CheckedPart", "OwnedPart", "Part", "PartOf", "StateDict", "Stateful", "keeps_state", "require",
+]  # fmt: skip
 
 # The entry of a part in a checkpoint: tensors and plain containers, in a form that the part chooses. `check_state_dict`
 # refuses what the part could not load, so its fields are read without a check of their types.
@@ -24,6 +26,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> object:
         """Restore what `state_dict` gave."""
         ...
+
+
+Owner = TypeVar("Owner")
+StatefulOwner = TypeVar("StatefulOwner", bound=Stateful)
 
 
 class Part(Stateful, Protocol):
@@ -50,6 +56,25 @@ class AttachedPart(Part, Protocol):
     def attach(self, engine: Any, /) -> object:
         """Subscribe; called once, before the handlers are attached."""
         ...
+
+
+class PartOf(Generic[Owner]):
+    """A part that is the state of another object, and that a new run keeps."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def reset(self) -> None: ...
+
+
+class OwnedPart(PartOf[StatefulOwner]):
+    """A part that is what another object's `state_dict` gives; a new run keeps it."""
+
+    def state_dict(self) -> Any:
+        return self._owner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._owner.load_state_dict(state)
 
 
 def keeps_state(value: object) -> TypeGuard[Stateful]:

@@ -19,8 +19,8 @@ from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.local_state import local_entries, state_of_rank
 from pulsetrain.state.module_state import ModulesPart
 from pulsetrain.state.older_formats import upgrade
-from pulsetrain.state.part import AttachedPart, Part, StateDict
-from pulsetrain.state.run_state import PartOf, RunState
+from pulsetrain.state.part import AttachedPart, Part, PartOf, StateDict
+from pulsetrain.state.run_state import RunState
 
 __all__ = ["Resume", "Resumer"]
 

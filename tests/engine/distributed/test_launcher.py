@@ -33,6 +33,9 @@ def test_a_task_of_srun_gets_its_rank_and_where_to_meet_from_slurm():
     assert found.port in range(20_000, 30_000)
     assert found.port == started(STEP | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "gpu08"}).port
     assert len({started(STEP | {"SLURM_STEP_ID": str(step)}).port for step in range(4)}) == 4, "steps on one host"
+    ports = [started(STEP | {"SLURM_RESTART_COUNT": str(count)}).port for count in range(3)]
+    assert ports[0] == found.port
+    assert len(set(ports)) == 3, "a requeued job, whose old processes may still be there"
     assert started(without("SLURM_STEP_NODELIST")).address == "gpu07"
     assert started(without("SLURM_STEP_NUM_TASKS")).world_size == 4
 
@@ -71,6 +74,8 @@ def test_a_process_that_waits_for_no_others(environment: dict[str, str]):
         ),
         (TORCHRUN | {"RANK": "first"}, "RANK=first: is not a number"),
         (TORCHRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT=-1: is not a number"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999: ports end at 65535"),
+        (STEP | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999: ports end at 65535"),
         (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 and SLURM_STEP_NUM_TASKS=4 contradict each other"),
         (STEP | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 and SLURM_STEP_NUM_TASKS=4 contradict .*or none of them"),
         (
