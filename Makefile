@@ -62,13 +62,15 @@ coverage: $(VENV)/installed-dev ## all tests, and the lines that they miss; fail
 	$(step) 'Coverage'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-fail-under=90 $(ARGS)
 
-faults: $(VENV)/installed-dev ## the fault tests, and runs that are killed and resumed 1,000 times; about 20 minutes
+faults: $(VENV)/installed-dev ## the fault tests, and runs that are killed and resumed 1,000 times; about 35 minutes
 	$(step) 'Fault tests'
 	@$(BIN)/python -m pytest tests/faults
 	$(step) 'Runs killed 1,000 times'
 	@$(BIN)/python -m tests.faults.kills --kills 1000 $(ARGS)
 	$(step) 'Runs of two processes, of which one is killed 100 times'
 	@$(BIN)/python -m tests.faults.rank_kills --kills 100
+	$(step) 'Launched runs, ended 20 times in each of four ways'
+	@$(BIN)/python -m tests.faults.launches --times 20
 
 ignite-suite: $(VENV)/installed-dev ## pytorch-ignite's own tests on our Engine; downloads its sources from the package index
 	$(step) "Pytorch-ignite's own tests"

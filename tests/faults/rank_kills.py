@@ -5,8 +5,9 @@
 A third of the runs train copies of the model, a third shards, and a third shards that are saved in the background. Half
 of the kills come at a random moment of a random rank, half at a random call to the operating system inside a save. In
 most attempts the other rank is killed shortly after; in the others it has to end by itself, within 15 s. Each run is
-compared with the whole one by the bits of its weights, its checkpoints are checked for damage, and the logs of both
-ranks for damage and for differences between them. Prints what was done as JSON; exits with 1 at the first fault.
+compared with the whole one by the bits of its weights and of the losses that it reported, its checkpoints are checked
+for damage, and the logs of both ranks for damage and for differences between them. Prints what was done as JSON; exits
+with 1 at the first fault.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ EPOCHS, ROWS, BATCH = 6, 34, 4  # 54 iterations
 LENGTH = 1.2  # seconds of a run, about
 CALLS = 250  # that the saves of a run make at most, and more
 KINDS = ("copies", "shards", "shards, in the background")
+WHAT = ("weights", "means of epochs", "losses at log points")
 LEAVES = 0.15  # of the attempts in which the other rank is left to itself
 WAIT = 15.0  # seconds that it has
 
@@ -88,12 +90,20 @@ def victim(folder: Path, kind: str) -> Trainer:
         learning_rate=1e-2,
         accumulate=2,
         clip_grad_norm=1.0,
+        log_every_n_steps=7,  # not where a checkpoint is: each rank has losses then that were not reported
     )
 
 
-def bits(made: Trainer) -> list[bytes]:
-    """The weights, or this process's part of them."""
-    return [local(each.detach()).numpy().tobytes() for each in made.model.parameters()]
+def bits(made: Trainer, folder: Path) -> tuple[list[bytes], list[float], list[tuple[int, float]]]:
+    """The weights, or this process's part of them; the mean losses of the epochs, and those of the log points."""
+    weights = [local(each.detach()).numpy().tobytes() for each in made.model.parameters()]
+    rank = next(each.rank for each in made.handlers if isinstance(each, EventRecorder))
+    logged = [
+        (each.iteration, each.payload["metrics"]["train/loss"])
+        for each in EventLog(folder, rank).read(event="metrics_logged")
+        if each.payload is not None
+    ]
+    return weights, made.history.get_history()["train/loss"], logged
 
 
 def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[Ended]:
@@ -127,7 +137,7 @@ def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[En
         made = victim(folder, kind)
         with structlog.testing.capture_logs():
             made.train(resume="latest")
-        return bits(made)
+        return bits(made, folder)
 
     begun = time.monotonic()
     ended = in_processes(body, limit=LENGTH * 10 + WAIT + 10)
@@ -146,7 +156,10 @@ def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[En
 
 def faults(folder: Path, ended: list[Ended], expected: list[Ended]) -> list[str]:
     """What is wrong with a run that has been finished."""
-    found = [f"rank {rank}: other weights" for rank in (0, 1) if ended[rank].value != expected[rank].value]
+    found = []
+    for rank in (0, 1):
+        parts = zip(WHAT, ended[rank].value, expected[rank].value, strict=True)
+        found += [f"rank {rank}: other {what}" for what, mine, whole in parts if mine != whole]
     manager = CheckpointManager(folder / "checkpoints")
     if not manager.valid():
         found.append("no valid checkpoint")
@@ -193,12 +206,12 @@ def kill_and_resume(kills: int, seed: int, memory: Path) -> tuple[Done, list[str
     return done, []
 
 
-def bits_of_run(folder: Path, kind: str) -> list[bytes]:
-    """The weights of a run that nobody kills."""
+def bits_of_run(folder: Path, kind: str) -> Any:
+    """Those of a run that nobody kills."""
     made = victim(folder, kind)
     with structlog.testing.capture_logs():
         made.train()
-    return bits(made)
+    return bits(made, folder)
 
 
 def main() -> int:
