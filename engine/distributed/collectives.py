@@ -264,12 +264,13 @@ class ControlGroup:
         """Return when every rank has come here."""
         self.sum([0.0])
 
-    def explained(self, error: RuntimeError, what: str) -> RuntimeError:
+    def explained(self, error: RuntimeError, what: str, waited: float | None = None) -> RuntimeError:
         """The error with its cause: that of another rank, or which rank is late; the error itself if neither is known.
 
         Args:
             error: of a collective, here or among the gradients.
             what: the collective.
+            waited: seconds for it, if that is known.
         """
         assert self.board is not None
         failure = self.board.first_of_others(wait=2.0)  # a rank writes its error before its connections close
@@ -285,9 +286,10 @@ class ControlGroup:
         at = self._places()
         late = [rank for rank, (calls, _) in at.items() if calls < self.calls]
         if late:
+            within = "" if waited is None else f", within {waited:.0f} s"
             return PeerFailed(
-                f"{_listed(late)} not come to {what}, collective no. {self.calls} on this rank, within "
-                f"{self.timeout:g} s: it has ended, hangs, or runs other code; see its own output and its event log"
+                f"{_listed(late)} not come to {what}, collective no. {self.calls} on this rank{within}: it has ended, "
+                "hangs, or runs other code; see its own output and its event log"
             )
         return error
 
@@ -336,11 +338,12 @@ class ControlGroup:
 
     def _explain(self, what: str, *steps: Callable[[], object]) -> None:
         """Do these steps; an error gets its cause."""
+        begun = time.monotonic()
         try:
             for step in steps:
                 step()
         except RuntimeError as error:
-            explained = self.explained(error, what)
+            explained = self.explained(error, what, time.monotonic() - begun)
             if explained is error:
                 raise
             raise explained from error

@@ -15,6 +15,9 @@ with settings changed or batches left out. run.json of the new run names its par
 `pulsetrain diff` and `pulsetrain report` compare the two from the checkpoint on.
 """
 EPILOG = """\
+A run that several processes have trained is forked by several, which then train the fork:
+add --launch.nproc 2, or start this command with torchrun.
+
 examples:
   pulsetrain fork runs/a --at 48000 --skip-batches 48211-48214 --into runs/b
   pulsetrain fork runs/a --at 48000 --set training.learning_rate=1e-4 --into runs/c --train

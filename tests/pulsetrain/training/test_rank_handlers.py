@@ -42,7 +42,8 @@ def test_only_the_main_process_saves_logs_and_draws(tmp_path: Path):
         run = make(linear(), DataLoader(pairs(16), 4), *handlers)
         run.train()
         run.save_checkpoint()
-        return sorted(path.name for path in folder.rglob("*") if path.is_file())
+        files = sorted(path.name for path in folder.rglob("*") if path.is_file())
+        return [name for name in files if not name.startswith("stall.")]  # where one waits for long
 
     first, second = in_processes(body)
     assert (first.error, second.error) == ("", ""), first.error + second.error
