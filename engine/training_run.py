@@ -121,8 +121,8 @@ class TrainingRun(Protocol):
     def sharing(self) -> AbstractContextManager[None]:
         """A block that all processes enter at the same event: the state inside holds what each of them alone knows."""
 
-    def shared_flag(self) -> SharedFlag:
-        """A flag that any process may raise, and that all see from their next pulse on."""
+    def shared_flag(self, owner: object) -> SharedFlag:
+        """The owner's flag, which any process may raise, and which all see from their next pulse on."""
 
     def files_to_sync(self) -> list[Path]:
         """Files that the run's handlers have written and that a checkpoint counts on."""

@@ -355,9 +355,9 @@ class Trainer(RunView):
         """
         return self.resumer.sharing(self.agreement.control)
 
-    def shared_flag(self) -> SharedFlag:
-        """A flag that any process may raise, and that all see from their next pulse on; all have to make it."""
-        return self.agreement.pulse.flag()
+    def shared_flag(self, owner: object) -> SharedFlag:
+        """The owner's flag, which any process may raise, and which all see from their next pulse on; all make it."""
+        return self.agreement.pulse.flag(owner)
 
     def files_to_sync(self) -> list[Path]:
         """Files that the run's handlers have written and that a checkpoint counts on, such as the event log."""

@@ -121,6 +121,15 @@ class ControlGroup:
         self._meet("gathering", lambda: torch.distributed.all_gather_object(found, value, group=self._group))
         return found  # type: ignore[return-value]  # all were given
 
+    def collect(self, value: T) -> list[T]:
+        """The value of each rank, in their order, in the main one; empty in the others. Values have to be picklable."""
+        if self._group is None:
+            return [value]
+        self.sum([], "collecting")
+        found: list[T | None] | None = [None] * self.ranks.world_size if self.ranks.is_main else None
+        self._meet("collecting", lambda: torch.distributed.gather_object(value, found, dst=0, group=self._group))
+        return found or []  # type: ignore[return-value]  # all were given
+
     def broadcast(self, value: T) -> T:
         """The main rank's value, in every process."""
         if self._group is None:

@@ -26,7 +26,7 @@ class SharedFlag:
 
     >>> from pulsetrain.engine.distributed.ranks import Ranks
     >>> pulse = Pulse(ControlGroup(Ranks()), every=50)
-    >>> flag = pulse.flag()
+    >>> flag = pulse.flag("the owner")
     >>> flag.raise_it()
     >>> before, _, after = flag.take(), pulse.beat(50, fixed=True), flag.take()
     >>> before, after, flag.take()
@@ -76,7 +76,7 @@ class Pulse:
     ) -> None:
         self._control, self._every, self._within, self._clock = control, every, within, clock
         self._asked: StopRequest | None
-        self._flags: list[SharedFlag] = []
+        self._flags: dict[int, tuple[object, SharedFlag]] = {}  # by their owners' ids
         self.begin(0)
 
     def begin(self, iteration: int) -> None:
@@ -84,13 +84,12 @@ class Pulse:
         self.next = iteration + 1  # the further iteration
         self._asked = None
         self._at, self._since = iteration, self._clock()
-        for flag in self._flags:
+        for _, flag in self._flags.values():
             flag.raised = flag.is_up = False
 
-    def flag(self) -> SharedFlag:
-        """A flag that the pulses carry; every rank has to make the same ones, in the same order."""
-        self._flags.append(made := SharedFlag())
-        return made
+    def flag(self, owner: object) -> SharedFlag:
+        """The owner's flag, which the pulses carry; every rank has to make the same ones, in the same order."""
+        return self._flags.setdefault(id(owner), (owner, SharedFlag()))[1]
 
     def ask(self, reason: str, *, observed: bool = False, signal: str = "", skip_completed: bool = False) -> None:
         """Ask for the run's end; the first request counts, and an observed one before any other."""
@@ -125,11 +124,11 @@ class Pulse:
         stops, observed, taken, ranks, *sums = self._control.sum(
             [
                 *(asked is not None, asked is not None and asked.observed, seconds, 1.0, *values),
-                *(flag.raised for flag in self._flags),
+                *(flag.raised for _, flag in self._flags.values()),
             ],
             f"a pulse after iteration {iteration}",
         )
-        for flag, raised in zip(self._flags, sums[len(values) :], strict=True):
+        for (_, flag), raised in zip(self._flags.values(), sums[len(values) :], strict=True):
             flag.is_up, flag.raised = flag.is_up or raised > 0, False
         del sums[len(values) :]
         if taken:

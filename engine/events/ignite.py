@@ -146,12 +146,12 @@ class HandlerTable(MutableMapping[EventLike, list[Entry]]):
 def wrapped(subscription: Subscription, engine: _Engine) -> Handler:
     """A filtered handler as ignite shows it: a function that applies the filter, with the handler as `_parent`."""
     if subscription.wrapper is None:
-        handler, due = subscription.handler, subscription.filter
+        handler = subscription.handler
         reference, event = weakref.ref(engine), subscription.signal.event
 
         @functools.wraps(handler)
         def wrapper(*args: object, **kwargs: object) -> object:
-            alive = reference()
+            alive, due = reference(), subscription.own_filter
             if alive is not None and due is not None and due(alive, alive.counter_value(event)):
                 return handler(*args, **kwargs)
             return None

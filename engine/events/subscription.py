@@ -161,6 +161,11 @@ class Subscription:
             self.fired_once[engine] = now
         return True
 
+    @property
+    def own_filter(self) -> Filter | None:
+        """The filter, also while the handler applies it: see `suspend_filter`."""
+        return self.filter if self.suspended is None else self.suspended[0]
+
     def refilter(self, event_filter: Filter) -> None:
         """Choose at which values of the event's counter the handler is due from now on."""
         if self.suspended is not None:  # `resume_filter` puts it in place

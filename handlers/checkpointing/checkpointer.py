@@ -20,6 +20,7 @@ from pulsetrain.engine.checkpoint import (
     location_of,
 )
 from pulsetrain.engine.distributed.joining import busy, join
+from pulsetrain.engine.distributed.pulse import SharedFlag
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
@@ -40,7 +41,6 @@ from pulsetrain.handlers.run_files.ownership import FolderUse, holds_another_run
 
 __all__ = ["Checkpointer"]
 
-_PREEMPTED = Events.PREEMPTED.value
 _PREPARED_AFTER = 10  # iterations: by then optimizers have their state, and memory for background saves is allocated
 
 
@@ -128,8 +128,12 @@ class Checkpointer(Handler):
         self._shares = False  # whether processes of which this one saves for all tell it what each alone knows
         self._use: FolderUse | None = None
 
-    def attach(self, engine: Engine) -> Self:
+    def attach(self, engine: Engine, *, shares: bool = False) -> Self:
         """Save this trainer's state.
+
+        Args:
+            engine: the trainer.
+            shares: whether other processes, for which this one saves, `follow`.
 
         Raises:
             TypeError: the engine has no `checkpoint_state()` to save.
@@ -144,7 +148,6 @@ class Checkpointer(Handler):
         if is_sharded(getattr(engine, "model", None)):
             self._refuse_torch_form()
             self._writer = StateWriter(self.manager, join())
-        together = self._shares or self._writer.control is not None
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
             self.manager.refuse(None)
@@ -161,12 +164,14 @@ class Checkpointer(Handler):
                 subscribe(Events.EXCEPTION_RAISED, self._settle_failing, phase=Phase.PERSIST)
                 ends = Events.INTERRUPT | Events.TERMINATE | Events.COMPLETED
                 subscribe(ends, self.wait, phase=Phase.PERSIST)
-            flag = engine.shared_flag() if together and self._cadence.is_timed and is_training_run(engine) else None
+            self._shares = shares
+            together = shares or self._writer.control is not None
+            flag = self._flag_of(engine) if together else None
             self._cadence.subscribe(subscribe, self._save_by_cadence, flag, is_main=self._writer.is_main)
             if self.at_end:
-                # a signal reaches one process, while a sharded model is saved by all: where they end together
+                # a signal reaches one process, while all take part in a save: where they end together
                 ends = EventsList() | Events.COMPLETED
-                ends = ends if self._writer.control is not None else ends | Events.PREEMPTED
+                ends = ends if together else ends | Events.PREEMPTED
                 subscribe(ends, self._save_at_end, phase=Phase.PERSIST)
         return self
 
@@ -175,15 +180,10 @@ class Checkpointer(Handler):
         """When it saves; processes whose plans are equal can share what each of them alone knows."""
         return self.every, self.at_end
 
-    def share(self) -> None:
-        """In the process that saves for all, before `attach`: the others follow."""
-        self._shares = True
-
     def follow(self, engine: Engine) -> None:
         """Instead of `attach`, in a process for which the main one saves: tell it what this one alone knows."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            flag = engine.shared_flag() if self._cadence.is_timed and is_training_run(engine) else None
-            self._cadence.subscribe(subscribe, self._tell, flag, is_main=False)
+            self._cadence.subscribe(subscribe, self._tell, self._flag_of(engine), is_main=False)
             if self.at_end:
                 subscribe(Events.COMPLETED, self._tell, phase=Phase.PERSIST)
 
@@ -310,15 +310,17 @@ class Checkpointer(Handler):
         self._settle(wait=True, raises=False)  # the run raises its own error
 
     def _save_by_cadence(self, engine: SavedEngine, event: Event) -> None:
-        start = self._clock()
         with self._shared(engine):
+            start = self._clock()
             self._save_once(engine, event, self._background)
-        self._cadence.saved(self._clock() - start)
+            self._cadence.saved(self._clock() - start)
 
     def _save_at_end(self, engine: SavedEngine, event: Event) -> None:
-        # a signal reaches one process: the others do not come here
-        with nullcontext() if event.type == _PREEMPTED else self._shared(engine):
+        with self._shared(engine):
             self._save_once(engine, event, None)
+
+    def _flag_of(self, engine: Engine) -> SharedFlag | None:
+        return engine.shared_flag(self) if self._cadence.is_timed and is_training_run(engine) else None
 
     def _shared(self, engine: SavedEngine) -> AbstractContextManager[None]:
         return engine.sharing() if self._shares and is_training_run(engine) else nullcontext()
@@ -333,9 +335,7 @@ class Checkpointer(Handler):
         if is_training_run(engine) and engine.is_rewinding:
             return  # this state is about to be discarded
         state, last, mark = engine.state, (self.saved_at, self._saved_on), self._ranking.mark()
-        is_whole = not (self._shares and self._saved_on == _PREEMPTED)
-        has_news = self.metric is not None and self._ranking.has_news(state)
-        if state.iteration == self.saved_at and is_whole and not has_news:
+        if state.iteration == self.saved_at and (self.metric is None or not self._ranking.has_news(state)):
             return  # two cadences, or a cadence and the run's end, met
         durable: list[CheckpointSaved] = []
 

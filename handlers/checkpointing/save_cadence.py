@@ -83,7 +83,10 @@ class SaveCadence:
 
 
 class _Timed:
-    """A filter, after which events are observed ones; with a flag, it is due where that is up in all processes."""
+    """Due by the clock; with a flag, at the next iteration at which that is up in all processes.
+
+    What the handler fires then is observed, since its moment depends on the clock: see `Engine.fire`.
+    """
 
     is_timed = True
 
@@ -94,6 +97,8 @@ class _Timed:
         is_due = self._due is not None and self._due(engine, iteration)
         if self._flag is None:
             return is_due
+        if self._flag.take():
+            return True
         if is_due:
             self._flag.raise_it()
-        return self._flag.take()
+        return False

@@ -76,8 +76,7 @@ class StateWriter:
 
     def state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
         """The state as this process saves it; where several save together, all call this."""
-        together = self.control is not None and is_training_run(engine)
-        with engine.sharing() if together and is_training_run(engine) else nullcontext():
+        with engine.sharing() if self.control is not None and is_training_run(engine) else nullcontext():
             return self.own_state_of(engine)
 
     def own_state_of(self, engine: SavedEngine) -> Mapping[str, Any]:

@@ -9,10 +9,11 @@ from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.distributed.ranks import Ranks
 from pulsetrain.state.part import Part, StateDict
 
-__all__ = ["RANKS", "local_entries", "state_of_rank"]
+__all__ = ["RANK", "RANKS", "local_entries", "state_of_rank"]
 
+RANK = "rank"  # the entry that names the process whose state it is, where there are several
 RANKS = "ranks"  # the entry with what the processes after the main one know, by rank
-_LOCAL = {"reporter": ("losses", "named_losses"), "data": ("loader", "given", "parts")}
+_LOCAL = {"reporter": ("losses", "named_losses"), "data": ("loader", "given", "parts", "order_seed")}
 
 
 def local_entries(parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
@@ -28,10 +29,10 @@ def state_of_rank(saved: StateDict, here: Ranks) -> StateDict:
     """The state as this process continues it.
 
     As many processes as before each continue what they knew. Of another number, the main process takes the losses of
-    all, and each the loader's state of the main one.
+    all, and each the loader's state of the main one. A state that was not saved together has that of its process alone.
     """
     others: Sequence[Mapping[str, Any]] = saved.get(RANKS, ())
-    if here.world_size == 1 and not others:
+    if not others and (here.world_size == 1 or here.rank == saved.get(RANK, 0)):
         return saved
     if len(others) + 1 == here.world_size:
         own = others[here.rank - 1] if here.rank else {}

@@ -12,6 +12,7 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.data_change import adapt_to_data
 from pulsetrain.state.data_cursor import DataCursor
@@ -102,11 +103,32 @@ class Resumer:
         if not control.is_shared:
             yield
             return
-        self.state.others = control.gather(local_entries(self.state.parts))[1:]
+        before = self.state.others
+        self.state.others = self._of_others(control)
         try:
             yield
         finally:
-            self.state.others = None
+            self.state.others = before
+
+    def _of_others(self, control: ControlGroup) -> list[Any]:
+        """What the other processes know, in the main one.
+
+        Raises:
+            CheckpointError: one could not give it, in all of them.
+        """
+        own: Mapping[str, Any] | None = None
+        failure = ""
+        try:
+            own = None if control.ranks.is_main else local_entries(self.state.parts)
+        except Exception as error:  # of the user's loader
+            failure = f"{type(error).__name__}: {error}"
+        if control.sum([bool(failure)], "a save")[0]:
+            failures = control.gather(failure)
+            rank = next(rank for rank, each in enumerate(failures) if each)
+            raise CheckpointError(
+                f"rank {rank} could not give its part of a checkpoint, such as its loader's state: {failures[rank]}"
+            )
+        return control.collect(own)[1:]
 
     def reset(self, seed: int) -> None:
         """Seed the generators, on each rank its own way, and return every part to the state before iteration 1."""

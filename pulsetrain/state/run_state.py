@@ -14,7 +14,7 @@ from pulsetrain.engine import LAST, Backend, CheckpointError, Engine, Events, Ph
 from pulsetrain.engine.backends.model_store import optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
-from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.events.names import EventLike
@@ -24,7 +24,7 @@ from pulsetrain.handlers import EventRecorder
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
-from pulsetrain.state.local_state import RANKS
+from pulsetrain.state.local_state import RANK, RANKS
 from pulsetrain.state.part import CheckedPart, OwnedPart, Part, PartOf, StateDict, keeps_state, require
 
 __all__ = [
@@ -66,8 +66,11 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next iteration depends on, as tensors and plain containers."""
+        here = ranks()
+        of_rank = {} if here.world_size == 1 else {RANK: here.rank}
         of_others = {} if self.others is None else {RANKS: list(self.others)}
-        return {"format": FORMAT, **{name: part.state_dict() for name, part in self.parts.items()}, **of_others}
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        return {"format": FORMAT, **parts, **of_rank, **of_others}
 
     def check_state_dict(self, state: StateDict) -> None:
         """Refuse a state that lacks a part which every checkpoint has, or does not fit one.

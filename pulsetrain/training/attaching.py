@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from pulsetrain.engine import Engine
 from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.training.arguments import writes_for_all
@@ -24,23 +26,39 @@ def attach_handlers(engine: Engine, model: nn.Module, handlers: Iterable[Any], c
         model: that it trains.
         handlers: of this process.
         control: joins the processes.
+
+    Raises:
+        ConfigurationError: the model is sharded, and the processes would save at different moments.
     """
     handlers = list(handlers)
     for_all = [control.is_shared and writes_for_all(each, model) for each in handlers]
-    savers = [each for each, alone in zip(handlers, for_all, strict=True) if alone and isinstance(each, Checkpointer)]
-    plans = control.gather([each.plan for each in savers])
+    plans = control.gather([each.plan for each in handlers if isinstance(each, Checkpointer)])
     are_alike = all(plan == plans[0] for plan in plans)
-    if savers and not are_alike:
-        get_logger("pulsetrain").warning(
-            "the processes have other Checkpointers: a run that resumes between two log points reports a mean loss "
-            "without what the other processes had computed; give each process the same ones"
-        )
+    if not are_alike and (is_sharded(model) or control.ranks.is_main):
+        _report_others(plans, sharded=is_sharded(model))
     for handler, alone in zip(handlers, for_all, strict=True):
-        shares = alone and are_alike and isinstance(handler, Checkpointer)
-        if alone and not control.ranks.is_main:
-            if shares:
-                handler.follow(engine)
-            continue
-        if shares:
-            handler.share()
-        handler.attach(engine)
+        if not alone:
+            handler.attach(engine)
+        elif not isinstance(handler, Checkpointer) or not are_alike:
+            if control.ranks.is_main:
+                handler.attach(engine)
+        elif control.ranks.is_main:
+            handler.attach(engine, shares=True)
+        else:
+            handler.follow(engine)
+
+
+def _report_others(plans: Sequence[object], *, sharded: bool) -> None:
+    rank = next(rank for rank, plan in enumerate(plans) if plan != plans[0])
+    if sharded:
+        raise ConfigurationError(
+            f"rank {rank} has other Checkpointers than rank 0, or with another `every` or `at_end`, and each process "
+            "saves its part of a sharded model; give each the same ones",
+            "Trainer",
+            handlers=[Checkpointer],
+        )
+    get_logger("pulsetrain").warning(
+        "the processes have other Checkpointers: a run that resumes has the loader's state of the main process in all, "
+        "and reports a first mean loss without what the other processes had computed; give each process the same ones",
+        rank=rank,
+    )

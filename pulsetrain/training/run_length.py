@@ -165,7 +165,7 @@ class RunLength:
             return
         if self._tokens_a_batch is not None:
             return
-        if can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False):
+        if any(control.gather(can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False))):
             return  # its first batch cannot be read beforehand, so the length of the run is not known
         with rng.preserve_rng():
             batches = [backend.prepare_batch(batch, FirstBatch(strategy)) for batch in islice(self._loader, _MEASURED)]

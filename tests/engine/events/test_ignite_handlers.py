@@ -31,6 +31,7 @@ from ignite.metrics import Accuracy, Loss, RunningAverage
 from torch import nn
 
 from pulsetrain.engine import Engine, Events
+from pulsetrain.engine.events.filters import EventFilter
 
 ENGINES = (Engine, IgniteEngine)
 
@@ -274,6 +275,25 @@ def test_handlers_time_profiler_measures_every_handler_and_puts_everything_back(
     assert ours == theirs
     assert ("filtered", 2) in ours[0]
     assert ("plain", 7) in ours[0]
+
+
+def test_a_filter_that_changes_while_a_profiler_applies_it_counts():
+    engine = Engine(lambda engine, batch: None)
+    seen = []
+    subscription = engine.bus.subscribe(
+        Events.ITERATION_COMPLETED(once=1), lambda: seen.append(engine.state.iteration), sender=engine
+    )
+
+    @engine.on(Events.ITERATION_COMPLETED(once=1))
+    def again():
+        subscription.refilter(EventFilter(once=(3,)))
+
+    profiler = HandlersTimeProfiler()
+    profiler.attach(engine)
+    engine.run(range(4), max_epochs=1)
+    assert seen == [1, 3]
+    engine.run(range(4), max_epochs=1 + 1)
+    assert seen == [1, 3]
 
 
 @pytest.mark.filterwarnings("ignore:Run completed without loss diverging:UserWarning")

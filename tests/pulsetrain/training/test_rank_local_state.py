@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch.utils.data import DataLoader, Subset
 
 from pulsetrain import SignalWatch, Trainer
-from pulsetrain.engine import Events, Every
+from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, EventRecorder
@@ -123,7 +124,7 @@ def test_processes_whose_clocks_differ_save_together(kind: str, every: Any, tmp_
     assert [each.error for each in ended] == ["", ""]
     found = CheckpointManager(tmp_path / "checkpoints").valid()
     steps = {int(each.name[:9]) for each in found}
-    assert len(steps) >= 3
+    assert len(steps) >= 2
     assert any(step % 10 for step in steps), "not at the end of an epoch"
     for each in found:
         assert len(load_checkpoint(each)["ranks"]) == 1
@@ -154,7 +155,7 @@ def test_a_checkpointer_of_one_process_saves_and_the_losses_that_are_missing_are
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_checkpoint_where_a_signal_ends_a_run_has_the_losses_of_all(who: int, tmp_path: Path):
     def run(rank: int) -> Any:
-        made = saving(tmp_path, rank, "ddp", max_epochs=400, log_every_n_steps=50)
+        made = saving(tmp_path, rank, "ddp", {"metric": None}, max_epochs=400, log_every_n_steps=50)
         if rank == who:
             made.on(Events.ITERATION_COMPLETED(once=13))(lambda: os.kill(os.getpid(), signal.SIGTERM))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -167,3 +168,81 @@ def test_the_checkpoint_where_a_signal_ends_a_run_has_the_losses_of_all(who: int
     newest = CheckpointManager(tmp_path / "checkpoints").valid()[-1]
     assert int(newest.name[:9]) == first.value == second.value
     assert len(load_checkpoint(newest)["ranks"]) == 1
+    names = [each.name for each in (tmp_path / "checkpoints").iterdir()]
+    assert len([name for name in names if name.startswith(newest.name[:9])]) == 1, "one save, in the grace period"
+
+
+def test_each_process_gets_the_order_of_its_own_generator_back(tmp_path: Path):
+    def train(rank: int, run: str, resume: str | None = None, kill_at: int = 99) -> Any:
+        rows = Subset(pairs(24), list(range(rank, 24, 2)))
+        loader = DataLoader(rows, 2, shuffle=True, generator=torch.Generator().manual_seed(100 + rank))
+        made = make(linear(), loader, Checkpointer(tmp_path / run, Every(iterations=2)))
+        made.on(Events.ITERATION_COMPLETED(once=kill_at))(lambda: os._exit(0))
+        made.train(resume=resume)
+        return [each.tolist() for each in made.model.parameters()]
+
+    in_processes(lambda rank: train(rank, "run", kill_at=9))
+    resumed = in_processes(lambda rank: train(rank, "run", resume="latest"))
+    whole = in_processes(lambda rank: train(rank, "whole"))
+    assert [each.error for each in (*resumed, *whole)] == [""] * 4
+    assert [each.value for each in resumed] == [each.value for each in whole]
+
+
+def test_a_state_is_what_the_process_gave_that_loads_it():
+    def body(rank: int) -> Any:
+        made = make(linear(), OwnOrder(rank, []), max_epochs=1, log_every_n_steps=50)
+        made.on(Events.ITERATION_COMPLETED(once=4))(lambda: made.terminate(alike=True))
+        made.train()
+        sums = made.reporter.losses.sums("log")
+        made.load_checkpoint_state(made.checkpoint_state())
+        return sums, made.reporter.losses.sums("log")
+
+    for each in in_processes(body):
+        assert each.error == ""
+        assert each.value[0] == each.value[1] != (0.0, 0.0)
+
+
+def test_a_checkpointer_may_be_detached_and_attached_again_in_all_processes(tmp_path: Path):
+    def body(rank: int) -> Any:
+        saver = Checkpointer(tmp_path, Every(iterations=3), keep_last=20, at_end=False)
+        made = make(linear(), DataLoader(pairs(24), 4), saver, max_epochs=3)
+
+        @made.on(Events.ITERATION_COMPLETED(once=4))
+        def change() -> None:
+            saver.detach()
+            if rank == 0:
+                saver.attach(made)
+
+        made.train()
+
+    assert [each.error for each in in_processes(body)] == ["", ""]
+    found = CheckpointManager(tmp_path / "checkpoints").valid()
+    assert [int(each.name[:9]) for each in found] == [3, 6, 9, 12, 15, 18]
+    assert ["ranks" in load_checkpoint(each) for each in found] == [True, *[False] * 5]
+
+
+def test_processes_that_would_save_their_shards_at_other_moments_are_refused(tmp_path: Path):
+    def body(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            saving(tmp_path, rank, "fsdp", {"every": Every(iterations=3 + rank)})
+        return str(refused.value)
+
+    for each in in_processes(body):
+        assert each.error == ""
+        assert "rank 1 has other Checkpointers than rank 0" in each.value
+
+
+class Failing(OwnOrder):
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == 8:
+            raise OSError("gone")
+        return super().state_dict()
+
+
+def test_a_loader_that_cannot_give_its_state_in_one_process_ends_all(tmp_path: Path):
+    def body(rank: int) -> None:
+        loader = (Failing if rank else OwnOrder)(rank, [])
+        make(linear(), loader, Checkpointer(tmp_path, Every(iterations=2))).train()
+
+    for each in in_processes(body):
+        assert "rank 1 could not give its part of a checkpoint, such as its loader's state: OSError: gone" in each.error
