@@ -57,6 +57,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path):
     assert EventLog(tmp_path / "run").verify() == []
 
 
+@pytest.mark.slow
 def test_a_rank_whose_process_is_stopped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.1, grace=0.3, silence=1.0))
 

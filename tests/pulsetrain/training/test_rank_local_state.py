@@ -19,6 +19,7 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, EventRecorder
+from tests.support.cases import slow_but
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import linear, make
@@ -52,7 +53,7 @@ def test_a_run_that_resumes_between_two_log_points_reports_the_same_losses(kind:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("ddp", "one"), ("one", "ddp"), pytest.param("four", "fsdp", marks=pytest.mark.slow)]
+    ("first", "then"), slow_but([("ddp", "one")], [("ddp", "one"), ("one", "ddp"), ("four", "fsdp")])
 )
 def test_another_number_of_processes_counts_the_losses_of_all(first: str, then: str, tmp_path: Path):
     in_processes(lambda rank: reported(tmp_path / "run", rank, first, kill=True), KINDS[first].processes)
@@ -112,10 +113,12 @@ def test_each_process_gets_the_state_of_its_own_loader_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("every", [Every(seconds=0.2, epochs=2), pytest.param("auto", marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("every", [Every(seconds=0.1, epochs=2), pytest.param("auto", marks=pytest.mark.slow)], ids=str)
 def test_processes_whose_clocks_differ_save_together(kind: str, every: Any, tmp_path: Path):
+    epochs = 30 if every == "auto" else 12
+
     def run(rank: int) -> Any:
-        made = saving(tmp_path, rank, kind, {"every": every, "metric": None}, max_epochs=30, log_every_n_steps=7)
+        made = saving(tmp_path, rank, kind, {"every": every, "metric": None}, max_epochs=epochs, log_every_n_steps=7)
         made.on(Events.ITERATION_STARTED)(lambda: time.sleep(0.01 if rank else 0.012))
         made.train()
         return made.state.iteration
@@ -134,6 +137,7 @@ def test_processes_whose_clocks_differ_save_together(kind: str, every: Any, tmp_
     assert all(each.ord < 0 for each in timed), "observed events, which a repeated run has elsewhere"
 
 
+@pytest.mark.slow
 def test_a_checkpointer_of_one_process_saves_and_the_losses_that_are_missing_are_named(tmp_path: Path):
     def run(rank: int, resume: str | None) -> Any:
         with capture_logs() as logs:
@@ -172,6 +176,7 @@ def test_the_checkpoint_where_a_signal_ends_a_run_has_the_losses_of_all(who: int
     assert len([name for name in names if name.startswith(newest.name[:9])]) == 1, "one save, in the grace period"
 
 
+@pytest.mark.slow
 def test_each_process_gets_the_order_of_its_own_generator_back(tmp_path: Path):
     def train(rank: int, run: str, resume: str | None = None, kill_at: int = 99) -> Any:
         rows = Subset(pairs(24), list(range(rank, 24, 2)))
@@ -202,6 +207,7 @@ def test_a_state_is_what_the_process_gave_that_loads_it():
         assert each.value[0] == each.value[1] != (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_checkpointer_may_be_detached_and_attached_again_in_all_processes(tmp_path: Path):
     def body(rank: int) -> Any:
         saver = Checkpointer(tmp_path, Every(iterations=3), keep_last=20, at_end=False)

@@ -24,7 +24,9 @@ from tests.support.runs_of_ranks import RANKS, double, in_one_process, linear, m
 ROWS = (15, 16, 17, 19, 24, 34)
 
 
-@pytest.mark.parametrize("wrapped", ["plain", "a sampler by rank", "wrapped by the user"])
+@pytest.mark.parametrize(
+    "wrapped", ["plain", "a sampler by rank", pytest.param("wrapped by the user", marks=pytest.mark.slow)]
+)
 def test_two_ranks_learn_what_one_process_learns_from_the_whole_batches(wrapped: str):
     """Every sample counts once, for any number of them, also in validation, and with accumulation."""
 

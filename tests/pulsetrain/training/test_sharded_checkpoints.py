@@ -30,8 +30,7 @@ from tests.support.runs_of_shards import KINDS, apart, net, saving, sharded, tra
     [
         ("fsdp", "fsdp"),
         ("fsdp", "one"),
-        ("one", "fsdp"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("fsdp", "ddp"), ("ddp", "fsdp"))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp"))),
     ],
 )
 def test_a_checkpoint_of_any_topology_resumes_on_any_other(first: str, then: str, tmp_path: Path):
@@ -165,7 +164,11 @@ def test_a_checkpoint_of_four_processes_resumes_on_any_other_number(first: str, 
 
 
 @pytest.mark.parametrize(
-    "average", [lambda: EMA(0.9), lambda: SWA(after_update=2, every=Every(updates=1))], ids=["EMA", "SWA"]
+    "average",
+    [
+        pytest.param(lambda: EMA(0.9), id="EMA"),
+        pytest.param(lambda: SWA(after_update=2, every=Every(updates=1)), id="SWA", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     ("first", "then"),
