@@ -292,6 +292,8 @@ class ControlGroup:
                 f"{_listed(ended)} ended without an error, while this one waited for {what}: perhaps it was killed, or "
                 "its memory was exhausted; see its own output and the system's log"
             )
+        if (lost := self.board.lost()) is not None:
+            return lost
         at = self._places()
         late = [rank for rank, (calls, _) in at.items() if calls < self.calls]
         if late:

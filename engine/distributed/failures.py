@@ -61,6 +61,7 @@ class FailureBoard:
         self._store, self._rank, self._readers, self._host = store, rank, readers, host
         self._read: Failure | None = None  # the store may have ended since
         self._run = 0
+        self._is_lost = False  # whether the store has ended
 
     def begin_run(self) -> None:
         """Another run begins, in every process: the errors of the last one do not count."""
@@ -80,9 +81,26 @@ class FailureBoard:
             return
 
     def beat(self) -> None:
-        """Show that this rank is there; a store that has ended is ignored."""
-        with suppress(RuntimeError):
+        """Show that this rank is there; a store that has ended is noted."""
+        if self._is_lost:
+            return
+        try:
             self._store.add(self._key(f"{_ALIVE}{self._rank}"), 1)
+        except RuntimeError:
+            self._is_lost = True
+
+    def lost(self) -> PeerFailed | None:
+        """The error of a run whose processes cannot meet any more, since the launcher has ended; else None.
+
+        A store that ends with a rank says nothing: that rank's run may have ended first.
+        """
+        self.beat()
+        if not self._is_lost or self._host is not None:
+            return None
+        return PeerFailed(
+            "the launcher, where the processes of the run meet, has ended, so this one cannot continue: perhaps it was "
+            "killed; resume from the newest checkpoint"
+        )
 
     def leave(self) -> None:
         """This rank's run has ended: it gives no sign any more."""
@@ -91,6 +109,8 @@ class FailureBoard:
 
     def beats_of(self, rank: int) -> int | None:
         """How often a rank has shown that it is there; None if it has left, or has not come yet."""
+        if self._is_lost:
+            return None
         try:
             if self._store.check([self._key(f"{_DONE}{rank}")]):
                 return None
@@ -120,7 +140,7 @@ class FailureBoard:
         """The first error that was written."""
         try:
             first = self._key(_FIRST)
-            if self._read is None and self._store.check([first]):
+            if self._read is None and not self._is_lost and self._store.check([first]):
                 self._read = Failure(*json.loads(self._store.get(first)))
                 self._store.set(self._key(f"{_READ}{self._rank}"), "")
         except RuntimeError:  # as above
@@ -144,9 +164,9 @@ class FailureBoard:
 class Warden:
     """A thread that looks for the error of another rank, and ends a process that cannot leave by itself.
 
-    A rank that waits for one that has failed may wait for long: neither a signal nor an exception reaches the main
-    thread while it is inside a collective. Each thread also watches the next rank: one that gives no sign of life has
-    been stopped, or its machine cannot be reached, and nobody else would say so.
+    A rank that waits for one that has failed, or has lost the launcher, may wait for long: neither a signal nor an
+    exception reaches the main thread while it is inside a collective. Each thread also watches the next rank: one that
+    gives no sign of life has been stopped, or its machine cannot be reached, and nobody else would say so.
 
     Args:
         board: where the error is.
@@ -166,7 +186,7 @@ class Warden:
         interval: float = 1.0,
         grace: float = 10.0,
         silence: float = 12.0,
-        leave: Callable[[Failure], object] | None = None,
+        leave: Callable[[PeerFailed], object] | None = None,
     ) -> None:
         self._board, self._interval, self._grace = board, interval, grace
         self._next, self._silence = next_rank, silence
@@ -186,15 +206,16 @@ class Warden:
     def _watch(self) -> None:
         before, looks = None, 0  # the next rank's beats, and looks since they changed
         while not self._ended.wait(self._interval):
-            self._board.beat()
+            lost = self._board.lost()
             beats = None if self._next is None else self._board.beats_of(self._next)
             before, looks = beats, looks + 1 if beats is not None and beats == before else 0
             failure = self._board.first_of_others()
             if failure is None and looks * self._interval >= self._silence:
                 failure = self._frozen(looks * self._interval)
-            if failure is not None:
+            error = failure.as_error() if failure is not None else lost
+            if error is not None:
                 if not self._ended.wait(self._grace):
-                    self._leave(failure)
+                    self._leave(error)
                 return
 
     def _frozen(self, seconds: float) -> Failure:
@@ -207,8 +228,8 @@ class Warden:
         self._board.post(error)
         return self._board.first_of_others() or Failure(self._next, "", str(error))
 
-    def _end_process(self, failure: Failure) -> None:
-        sys.stderr.write(f"{failure.as_error()}\nThis process was waiting for it and now exits. Its stacks:\n")
+    def _end_process(self, error: PeerFailed) -> None:
+        sys.stderr.write(f"{error}\nThis process was waiting and now exits. Its stacks:\n")
         sys.stderr.flush()
         faulthandler.dump_traceback(sys.__stderr__ or 2)
         os._exit(self.STATUS)

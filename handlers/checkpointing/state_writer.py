@@ -72,6 +72,7 @@ class StateWriter:
         """The folder of the next checkpoint, the same in all processes, which all call this."""
         if self.control is None:
             return self._manager.target(label, iteration)
+        self.control.sum([], "a save of a sharded model, which all processes have to make together")
         return self.control.main_decides(lambda: self._manager.target(label, iteration))
 
     def state_of(self, engine: SavedEngine) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.engine import Engine, Event, Events, is_training_run
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventLog, LogWriter
 from pulsetrain.engine.recording.log.places import last_in_common, place_after
@@ -15,7 +16,7 @@ from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.handlers.recorder.log_session import LogSession
 from pulsetrain.handlers.recorder.resume_check import ResumeCheck, say_nothing_to_compare
 
-__all__ = ["Continuation", "attempt_of"]
+__all__ = ["Continuation", "attempt_of", "shares_of"]
 
 
 class Continuation:
@@ -35,10 +36,11 @@ class Continuation:
         self.repeated: EventLog | None = None  # the log of the run that this one repeats
         self.begins_again = False  # whether the run in the log is repeated from its beginning
         self.starts: list[tuple[int, str]] = []  # of this run: after which iteration, and an id
+        self.shares: list[object] | None = None  # see `shares_of`; None before the run
 
     def start(self, engine: Engine, event: Event) -> None:
         """At the beginning of the run: a run that ended before its first checkpoint starts again in its log."""
-        self.saved = None
+        self.saved, self.shares = None, shares_of(engine)
         if event.iteration == 0:
             if self._log.writer is None:
                 self._start_again(event)
@@ -50,7 +52,7 @@ class Continuation:
         Returns:
             The engines that the checkpoint was saved inside an epoch of; None if it has no state of a recorder.
         """
-        saved, self.saved = self.saved, None
+        saved, self.saved, self.shares = self.saved, None, shares_of(engine)
         log, writer = self._log, self._log.open()
         log.check = self.resumed_after = None
         self.starts = [*map(tuple, (saved or {}).get("starts", ())), (event.iteration, attempt_of(engine))]
@@ -69,7 +71,9 @@ class Continuation:
             log.on_disk(writer.restore_seams, map(tuple, saved.get("seams", ())), event.time_ns)
             log.bus.continue_after(writer.last_seq)
         if is_in_log and is_of_this_run:
-            if not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
+            if (saved.get("shares") or self.shares) != self.shares:
+                self._say_nothing_to_compare("other processes compute it now, each with its own share of a batch")
+            elif not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
                 log.check = ResumeCheck.of_log(log.read(), saved["seq"], event.engine, is_training_run(engine))
                 if log.check is None:
                     self._say_nothing_to_compare("the log holds no event after the checkpoint")
@@ -149,6 +153,11 @@ class Continuation:
     def _say_nothing_to_compare(self, reason: str) -> None:
         if self.reports:
             say_nothing_to_compare(reason)
+
+
+def shares_of(engine: object) -> list[object]:
+    """How many processes share a batch, and whether they share the model, too: what each loss is the mean over."""
+    return [ranks().world_size, is_sharded(getattr(engine, "model", None))]
 
 
 def attempt_of(engine: Engine) -> str:

@@ -196,6 +196,7 @@ class EventRecorder(Handler):
             "run": writer.run,
             "seams": [list(seam) for seam in writer.seams],
             "grad_norm": self._measures,
+            "shares": self.continuation.shares,
             "starts": [list(start) for start in self.continuation.starts],
         }
 

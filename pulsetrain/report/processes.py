@@ -9,7 +9,7 @@ from pathlib import Path
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
-from pulsetrain.engine.recording.diff.ranks import diff_ranks
+from pulsetrain.engine.recording.diff.ranks import describe_divergence, diff_ranks
 from pulsetrain.engine.recording.diff.result import describe_event
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
@@ -152,9 +152,7 @@ def _first_error(raised: list[tuple[int, int, LoggedEvent]]) -> str:
 def _first(diverged: list[LoggedEvent]) -> str:
     if not diverged:
         return ""
-    payload = _mapping(min(diverged, key=lambda event: event.t).payload)
-    ranks = ", ".join(map(str, payload.get("ranks") or ()))
-    return f"{payload.get('field')} of rank {ranks}, found after iteration {payload.get('at_iteration')}"
+    return describe_divergence(_mapping(min(diverged, key=lambda event: event.t).payload))
 
 
 def _mapping(value: Json) -> Mapping[str, Json]:

@@ -82,8 +82,9 @@ def fork(
         trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
         with trainer.sharing():
             trainer.save_checkpoint("fork")
-        for handler in trainer.handlers:
-            handler.detach()  # `pulsetrain train` makes the trainer again
+        for handler in trainer.handlers:  # `pulsetrain train` makes the trainer again
+            if hasattr(handler, "detach"):  # a user's need not have it
+                handler.detach()
         iteration = trainer.state.iteration
         return control.main_decides(lambda: _described(run, into, trainer, checkpoint, iteration))
     except BaseException:

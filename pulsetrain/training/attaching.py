@@ -28,14 +28,15 @@ def attach_handlers(engine: Engine, model: nn.Module, handlers: Iterable[Any], c
         control: joins the processes.
 
     Raises:
-        ConfigurationError: the model is sharded, and the processes would save at different moments.
+        ConfigurationError: the main process would save nothing, or the model is sharded, and the processes would save
+            at different moments.
     """
     handlers = list(handlers)
     for_all = [control.is_shared and writes_for_all(each, model) for each in handlers]
     plans = control.gather([each.plan for each in handlers if isinstance(each, Checkpointer)])
     are_alike = all(plan == plans[0] for plan in plans)
-    if not are_alike and (is_sharded(model) or control.ranks.is_main):
-        _report_others(plans, sharded=is_sharded(model))
+    if not are_alike:
+        _report_others(plans, sharded=is_sharded(model), is_main=control.ranks.is_main)
     for handler, alone in zip(handlers, for_all, strict=True):
         if not alone:
             handler.attach(engine)
@@ -48,8 +49,15 @@ def attach_handlers(engine: Engine, model: nn.Module, handlers: Iterable[Any], c
             handler.follow(engine)
 
 
-def _report_others(plans: Sequence[object], *, sharded: bool) -> None:
+def _report_others(plans: Sequence[object], *, sharded: bool, is_main: bool) -> None:
     rank = next(rank for rank, plan in enumerate(plans) if plan != plans[0])
+    if not plans[0]:
+        raise ConfigurationError(
+            f"rank {rank} has a Checkpointer, and rank 0, which saves for all, has none, so nothing would be saved; "
+            "give each process the same ones",
+            "Trainer",
+            handlers=[Checkpointer],
+        )
     if sharded:
         raise ConfigurationError(
             f"rank {rank} has other Checkpointers than rank 0, or with another `every` or `at_end`, and each process "
@@ -57,6 +65,8 @@ def _report_others(plans: Sequence[object], *, sharded: bool) -> None:
             "Trainer",
             handlers=[Checkpointer],
         )
+    if not is_main:
+        return
     get_logger("pulsetrain").warning(
         "the processes have other Checkpointers: a run that resumes has the loader's state of the main process in all, "
         "and reports a first mean loss without what the other processes had computed; give each process the same ones",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import MEASURED, Json, LoggedEvent
 from pulsetrain.engine.recording.log.thinning import FREQUENT, THINNED
 
-__all__ = ["RanksDiff", "diff_ranks"]
+__all__ = ["RanksDiff", "describe_divergence", "diff_ranks"]
 
 _LOCAL_METRICS = ("memory/",)  # prefixes of the names of metrics that are each process's own
 
@@ -66,9 +66,10 @@ class RanksDiff:
     rank: int | None = None  # the process that differs from rank 0
     fields: dict[str, tuple[Json, Json]] | None = None  # rank 0's and this one's; None if only one has the event
     damage: tuple[str, ...] = ()
+    reported: str = ""  # what the run itself has found to differ
 
     def __bool__(self) -> bool:
-        return self.event is not None
+        return self.event is not None or self.reported != ""
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.ranks))
@@ -83,6 +84,7 @@ class RanksDiff:
                 lines[-1] += ", which one of the two does not have"
             else:
                 lines += field_table(self.fields, "rank 0", f"rank {self.rank}")
+        lines += [f"found during the run: {self.reported}"] if self.reported else []
         return "\n".join([*lines, *(f"damage: {each}" for each in self.damage)])
 
     def as_dict(self) -> dict[str, Json]:
@@ -95,7 +97,7 @@ class RanksDiff:
         event = self.event
         found: dict[str, Json] = {
             "equal": not self, "run": str(self.run), "ranks": list(self.ranks), "agreed": self.agreed,
-            "rank": self.rank, "damage": list(self.damage), "fields": fields,
+            "rank": self.rank, "damage": list(self.damage), "fields": fields, "reported": self.reported,
         }  # fmt: skip
         if event is not None:
             found["event"] = {
@@ -114,6 +116,8 @@ def diff_ranks(run: str | Path) -> RanksDiff:
     Args:
         run: a run folder with the logs of several processes.
 
+    What RANKS_DIVERGED has reported during the run counts, too.
+
     Raises:
         RecordingError: it has the log of one process alone.
     """
@@ -129,10 +133,25 @@ def diff_ranks(run: str | Path) -> RanksDiff:
     compared = [_compared(Path(run), tuple(ranks), logs[0], logs[rank], rank) for rank in ranks[1:]]
     found, least = [each for each in compared if each], min(each.agreed for each in compared)
     damage = tuple(dict.fromkeys(f"rank {rank}: {each}" for rank, log in logs.items() for each in log.damage))
-    first = min(found, key=lambda each: each.agreed, default=None)
-    if first is None:
-        return RanksDiff(Path(run), tuple(ranks), least, damage=damage)
-    return RanksDiff(first.run, first.ranks, first.agreed, first.event, first.rank, first.fields, damage)
+    first = min(found, key=lambda each: each.agreed, default=RanksDiff(Path(run), tuple(ranks), least))
+    return replace(first, damage=damage, reported=_reported(logs.values()))
+
+
+def _reported(logs: Iterable[EventLog]) -> str:
+    """What RANKS_DIVERGED has named first."""
+    events = [event for log in logs for event in log.read(event="ranks_diverged")]
+    payload = min(events, key=lambda event: event.t).payload if events else None
+    return "" if payload is None else describe_divergence(payload)
+
+
+def describe_divergence(payload: Mapping[str, Json]) -> str:
+    """The payload of RANKS_DIVERGED as text.
+
+    >>> describe_divergence({"field": "0.weight", "ranks": [1], "values": ["a", "b"], "at_iteration": 42})
+    '0.weight of rank 1, found after iteration 42'
+    """
+    ranks = ", ".join(map(str, payload.get("ranks") or ()))
+    return f"{payload.get('field')} of rank {ranks}, found after iteration {payload.get('at_iteration')}"
 
 
 def _compared(run: Path, ranks: tuple[int, ...], main: EventLog, other: EventLog, rank: int) -> RanksDiff:

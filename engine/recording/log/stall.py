@@ -15,6 +15,7 @@ from pulsetrain.engine.recording.log.files import log_files
 __all__ = ["Stall", "StallWatch", "read_stall"]
 
 _DEEP = 12  # frames, of the innermost ones
+_OWN = "/engine/distributed/collectives.py:"  # whose innermost frame is one that waits
 _INTERVAL = 2.0  # seconds: a stack is written after two of them without an event
 
 
@@ -27,7 +28,8 @@ class Stall(NamedTuple):
     @property
     def waits(self) -> bool:
         """Whether the process waits for others, inside a collective."""
-        return any(_is_collective(each) for each in self.stack[:3])
+        is_own = bool(self.stack) and _OWN in self.stack[0].replace("\\", "/")  # not a decision that others wait for
+        return is_own or any(_is_collective(each) for each in self.stack[:3])
 
 
 class StallWatch:

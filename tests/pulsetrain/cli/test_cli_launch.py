@@ -154,6 +154,32 @@ def test_a_process_that_is_killed_is_started_again(folder: Path):
 
 
 @pytest.mark.slow
+def test_processes_end_if_the_launcher_is_killed_while_one_of_them_hangs(folder: Path):
+    (folder / "late.py").write_text(
+        "import os, time\n"
+        "from pulsetrain.engine import Events\n"
+        "class Late:\n"
+        "    def attach(self, engine):\n"
+        "        if os.environ['RANK'] == '1':\n"
+        "            engine.on(Events.ITERATION_COMPLETED(once=12))(lambda: time.sleep(300))\n"
+    )
+    handlers = RUN[1].replace("EventRecorder, ", "EventRecorder, late.Late, ")
+    program = started(RUN[0], handlers, "--launch.nproc=2", "--training.max_epochs=400")
+    wait_for_checkpoint(folder / "runs" / "a")
+    ranks = children_of(program.pid)
+    time.sleep(5.0)
+    os.kill(program.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 40
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    left = [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    text = ended(program, -signal.SIGKILL)
+    assert not left
+    assert "the launcher, where the processes of the run meet, has ended" in text
+    assert len(text.splitlines()) < 400, "and not a stack for each look at the store"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("whom", ["the launcher", "one rank"])
 def test_a_signal_ends_all_with_a_checkpoint_and_its_status(whom: str, name: str, folder: Path):

@@ -125,6 +125,16 @@ def test_a_fork_without_a_change_is_the_same_run(workdir: Path, capsys: pytest.C
     assert (parent["iteration"], parent["changed"]) == (16, [])
 
 
+def test_a_fork_of_a_run_whose_handler_cannot_be_detached(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(workdir)
+    (workdir / "plain.py").write_text("class Plain:\n    def attach(self, engine):\n        pass\n")
+    config = workdir / "a" / "config.yaml"
+    config.write_text(config.read_text().replace("handlers:\n", "handlers:\n- plain.Plain\n"))
+    assert main(["fork", "a", "--at", "20", "--into", "b"]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["best", "latest", "000000008-checkpoint"])
 @pytest.mark.parametrize("command", [["verify", "--to", "2"], ["fork", "--at", "20", "--into", "b"]])
 def test_a_checkpoint_of_the_run_names_the_run(

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from pulsetrain import SignalWatch, Trainer
 from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, EventRecorder
 from tests.support.cases import slow_but
@@ -63,6 +64,7 @@ def test_another_number_of_processes_counts_the_losses_of_all(first: str, then: 
     for each, expected in zip(resumed, whole, strict=True):
         assert each.value[0] == pytest.approx(expected.value[0][1:], rel=1e-6), "a mean of float32 numbers"
         assert each.value[1] == pytest.approx(expected.value[1], rel=1e-6)
+        assert each.value[2] is None, "losses of other shares are not compared"
 
 
 class OwnOrder:
@@ -236,6 +238,30 @@ def test_processes_that_would_save_their_shards_at_other_moments_are_refused(tmp
     for each in in_processes(body):
         assert each.error == ""
         assert "rank 1 has other Checkpointers than rank 0" in each.value
+
+
+def test_a_checkpointer_that_the_main_process_lacks_is_refused(tmp_path: Path):
+    def body(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            make(linear(), DataLoader(pairs(24), 4), *([Checkpointer(tmp_path)] if rank else []))
+        return str(refused.value)
+
+    for each in in_processes(body):
+        assert each.error == ""
+        assert "rank 1 has a Checkpointer, and rank 0, which saves for all, has none" in each.value
+
+
+@pytest.mark.slow
+def test_a_save_of_shards_by_one_process_alone_says_that_all_have_to_make_it(tmp_path: Path):
+    def body(rank: int) -> None:
+        join(timeout=2.0)
+        made = saving(tmp_path, rank, "fsdp", log_every_n_steps=50)
+        if rank == 0:
+            made.on(Events.ITERATION_COMPLETED(once=2))(lambda: made.save_checkpoint())
+        made.train()
+
+    first, _ = in_processes(body, limit=40)
+    assert "to a save of a sharded model, which all processes have to make together" in first.error
 
 
 class Failing(OwnOrder):
