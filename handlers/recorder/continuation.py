@@ -157,7 +157,7 @@ class Continuation:
 
 def shares_of(engine: object) -> list[object]:
     """How many processes share a batch, and whether they share the model, too: what each loss is the mean over."""
-    return [ranks().world_size, is_sharded(getattr(engine, "model", None))]
+    return [ranks().world_size, is_training_run(engine) and is_sharded(engine.model)]
 
 
 def attempt_of(engine: Engine) -> str:

@@ -37,6 +37,7 @@ def test_ranks_agree_in_a_group_beside_torchs(own_group: bool):
         assert ended.value == ([1.0, 1.0], ["rank 0", "rank 1"], 0, [0.0] * 3, True, own_group)
 
 
+@pytest.mark.slow
 def test_a_decision_of_the_main_process_may_take_longer_than_the_timeout_where_that_is_said():
     def body(rank: int) -> Any:
         control = join(timeout=1.0)

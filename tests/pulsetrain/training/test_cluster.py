@@ -48,7 +48,7 @@ def endless(folder: Path, *handlers: Any) -> Trainer:
     ("who", "name"),
     [
         ((1,), "SIGUSR1"),
-        ((0, 1), "SIGUSR1"),
+        pytest.param((0, 1), "SIGUSR1", marks=pytest.mark.slow),
         pytest.param((0,), "SIGUSR2", marks=pytest.mark.slow),
         pytest.param((0, 1), "SIGTERM", marks=pytest.mark.slow),
     ],

@@ -76,7 +76,7 @@ def test_a_signal_does_not_wait_for_a_log_point():
     assert first.value[1:] == (143, True)
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ctrl_c_in_one_process_of_a_plain_script_is_one_in_all(who: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.05, grace=0.2))
 

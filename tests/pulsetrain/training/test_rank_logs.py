@@ -283,7 +283,7 @@ class SlowStep(nn.Module):
     ("place", "event", "who"),
     [
         ("loader", "get_batch_started", 0),
-        ("step", "iteration_started", 1),
+        pytest.param("step", "iteration_started", 1, marks=pytest.mark.slow),
         pytest.param("save", "iteration_completed", 0, marks=pytest.mark.slow),
         pytest.param("loader", "get_batch_started", 1, marks=pytest.mark.slow),
         pytest.param("step", "iteration_started", 0, marks=pytest.mark.slow),

@@ -89,6 +89,7 @@ def test_each_process_writes_its_part_alone_and_none_of_it_as_code(tmp_path: Pat
     assert rows == [[(3, 4), (3, 4)], [(2, 4), (2, 4)]]
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_is_of_the_iteration_in_which_it_was_begun(tmp_path: Path):
     """The writing is held up in one process until training is two iterations further."""
 

@@ -180,7 +180,8 @@ def test_ranks_with_other_numbers_of_batches_learn_what_one_process_learns(kind:
             )
 
 
-@pytest.mark.parametrize("more", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [0, 1])
 def test_a_run_resumes_bit_for_bit_from_each_of_its_iterations(more: int, tmp_path: Path):
     """Before and after a rank has ended, and with gradients that wait; the batch that is read ahead is not trained."""
     rows = 23  # 2 and 4 batches
