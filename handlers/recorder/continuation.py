@@ -119,7 +119,11 @@ class Continuation:
             return
         # where the run has continued without this rank, what it had recorded after that was computed again
         last = last_in_common(log, saved.get("starts", ()), event.iteration)
-        seq, ord = place_after(log, event.engine, last, last == event.iteration and event.engine in in_epoch)
+        is_last = last == event.iteration
+        seq, ord = place_after(
+            log, event.engine, last, is_last and event.engine in in_epoch,
+            is_ending=is_last and saved.get("is_ending", False),
+        )  # fmt: skip
         if is_new:
             self.resumed_after = seq
             writer.begin_at(ord)

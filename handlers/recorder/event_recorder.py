@@ -40,6 +40,7 @@ __all__ = ["EventRecorder"]
 
 LEAST_BYTES = 100_000  # of a budget: a few blocks have to stay as they are
 FREQUENT = (Events.ITERATION_STARTED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED, *FETCHING)
+_COMPLETED = Events.COMPLETED.value
 _FINAL_TYPES = frozenset(event.value for event in FINAL)
 
 
@@ -118,6 +119,7 @@ class EventRecorder(Handler):
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted
         self._joined_run = False  # whether a run was in progress when this was attached
         self._outermost: Engine | None = None  # the engine whose run contains the runs of the others
+        self._is_ending = False  # whether its last event is being delivered
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._measures = False  # whether this handler has gradients' norms computed
         self._stalls: StallWatch | None = None  # where several processes train together
@@ -197,6 +199,7 @@ class EventRecorder(Handler):
             "seams": [list(seam) for seam in writer.seams],
             "grad_norm": self._measures,
             "shares": self.continuation.shares,
+            "is_ending": self._is_ending,
             "starts": [list(start) for start in self.continuation.starts],
         }
 
@@ -318,6 +321,7 @@ class EventRecorder(Handler):
     def _on_opened(self, engine: Engine, event: Event) -> None:
         if event.type == Events.EPOCH_COMPLETED.value:
             self._in_epoch.discard(event.engine)
+        self._is_ending = event.type == _COMPLETED and engine is self._outermost
         self._log.begin(self._log.entry(event), event, engine)
 
     def _on_closed(self, engine: Engine, event: Event) -> None:
@@ -343,6 +347,7 @@ class EventRecorder(Handler):
         if self._log.writer is not None:
             self._closed_at = self.state_dict()
             self._log.close()
+        self._is_ending = False
         if self.resume_check is not None:
             self.resume_check.close()
 

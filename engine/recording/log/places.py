@@ -21,7 +21,12 @@ _NEXT = _BETWEEN | {
 }
 
 
-def place_after(log: EventLog, engine: str, iteration: int, in_epoch: bool) -> tuple[int, int]:
+_ENDS = frozenset({"completed", "terminate", "interrupt", "preempted", "checkpoint_saved"})  # within an ending run
+
+
+def place_after(
+    log: EventLog, engine: str, iteration: int, in_epoch: bool, *, is_ending: bool = False
+) -> tuple[int, int]:
     """The number of the last event that belongs to an iteration or an earlier one, and the next event's `ord`.
 
     Args:
@@ -29,6 +34,7 @@ def place_after(log: EventLog, engine: str, iteration: int, in_epoch: bool) -> t
         engine: whose iteration.
         iteration: the last one of the checkpoint; the log may lack it, if fewer processes trained then.
         in_epoch: whether the checkpoint was saved before the epoch was completed.
+        is_ending: whether it was saved where the run ended, after what is fired there.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -45,6 +51,7 @@ def place_after(log: EventLog, engine: str, iteration: int, in_epoch: bool) -> t
     """
     seq, ord, done = -1, 0, False
     between, following = (each | {_EPOCH_COMPLETED} if in_epoch else each for each in (_BETWEEN, _NEXT))
+    following -= _ENDS if is_ending else frozenset()
     for event in log.read() if iteration else ():
         if log.is_superseded(event.seq):  # an observed one, which `read` yields all the same
             continue

@@ -88,6 +88,23 @@ def test_each_rank_continues_its_log_after_kills(who: int, tmp_path: Path):
     assert found.agreed > 4 * ITERATIONS
 
 
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_the_end_of_a_run_reports_stays_in_each_log_that_resumes_from_there(by_hand: bool, tmp_path: Path):
+    """The last mean loss is logged while COMPLETED is delivered, before the last save."""
+
+    def body(rank: int) -> list[int]:
+        saver = Checkpointer(tmp_path, Every(iterations=50), at_end=not by_hand)
+        made = make(linear(), DataLoader(pairs(20), 4), EventRecorder(tmp_path), saver, log_every_n_steps=4)
+        made.train(resume="latest")
+        if by_hand:
+            made.save_checkpoint()
+        return [each.iteration for each in EventLog(tmp_path, rank).read(event="metrics_logged")]
+
+    for _ in range(2):
+        assert [(each.error, each.value) for each in in_processes(body)] == [("", [4, 8, 10])] * 2
+    assert not diff_ranks(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_rank_that_was_not_there_for_a_while_has_a_log_with_a_gap(tmp_path: Path):
     kill_at(10, tmp_path, 0)  # after the checkpoint of iteration 7,
