@@ -172,7 +172,7 @@ class Warden:
         board: where the error is.
         next_rank: the one to watch, if any.
         interval: seconds between two looks.
-        grace: seconds that this process has for leaving by itself, once another rank has failed.
+        grace: seconds that this process has for leaving by itself, once another rank or the launcher has ended.
         silence: seconds without a sign of the next rank after which it is taken to be frozen.
         leave: ends the process; by default with all stacks on stderr and the status 75.
     """

@@ -128,12 +128,8 @@ class Checkpointer(Handler):
         self._shares = False  # whether processes of which this one saves for all tell it what each alone knows
         self._use: FolderUse | None = None
 
-    def attach(self, engine: Engine, *, shares: bool = False) -> Self:
+    def attach(self, engine: Engine) -> Self:
         """Save this trainer's state.
-
-        Args:
-            engine: the trainer.
-            shares: whether other processes, for which this one saves, `follow`.
 
         Raises:
             TypeError: the engine has no `checkpoint_state()` to save.
@@ -164,8 +160,7 @@ class Checkpointer(Handler):
                 subscribe(Events.EXCEPTION_RAISED, self._settle_failing, phase=Phase.PERSIST)
                 ends = Events.INTERRUPT | Events.TERMINATE | Events.COMPLETED
                 subscribe(ends, self.wait, phase=Phase.PERSIST)
-            self._shares = shares
-            together = shares or self._writer.control is not None
+            together = self._shares or self._writer.control is not None
             flag = self._flag_of(engine) if together else None
             self._cadence.subscribe(subscribe, self._save_by_cadence, flag, is_main=self._writer.is_main)
             if self.at_end:
@@ -180,6 +175,11 @@ class Checkpointer(Handler):
         """When it saves; processes whose plans are equal can share what each of them alone knows."""
         return self.every, self.at_end
 
+    def lead(self, engine: Engine) -> None:
+        """Attach to this trainer, in the process that saves for others, which `follow`."""
+        self._shares = True
+        self.attach(engine)
+
     def follow(self, engine: Engine) -> None:
         """Instead of `attach`, in a process for which the main one saves: tell it what this one alone knows."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
@@ -190,6 +190,7 @@ class Checkpointer(Handler):
     def detach(self) -> None:
         """Stop saving; a save in the background is finished first."""
         self._attachment.cancel()
+        self._shares = False
         if self._background is not None:
             self._background.settle(wait=True, raises=False)
             self._background.release()

@@ -122,7 +122,7 @@ class Continuation:
         is_last = last == event.iteration
         seq, ord = place_after(
             log, event.engine, last, is_last and event.engine in in_epoch,
-            is_ending=is_last and saved.get("is_ending", False),
+            after_end=saved.get("after_end") if is_last else None,
         )  # fmt: skip
         if is_new:
             self.resumed_after = seq

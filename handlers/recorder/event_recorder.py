@@ -23,7 +23,7 @@ from pulsetrain.engine.argument_checks import check_bool, check_choice, check_wh
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.recording import EventCheck, EventLog
-from pulsetrain.engine.recording.log.places import ATTEMPT
+from pulsetrain.engine.recording.log.places import ATTEMPT, count_after_end
 from pulsetrain.engine.recording.log.stall import StallWatch
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -119,7 +119,7 @@ class EventRecorder(Handler):
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted
         self._joined_run = False  # whether a run was in progress when this was attached
         self._outermost: Engine | None = None  # the engine whose run contains the runs of the others
-        self._is_ending = False  # whether its last event is being delivered
+        self._completed: tuple[str, int] | None = None  # the name of the one whose run has ended, and its iteration
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._measures = False  # whether this handler has gradients' norms computed
         self._stalls: StallWatch | None = None  # where several processes train together
@@ -199,7 +199,7 @@ class EventRecorder(Handler):
             "seams": [list(seam) for seam in writer.seams],
             "grad_norm": self._measures,
             "shares": self.continuation.shares,
-            "is_ending": self._is_ending,
+            "after_end": self._after_end(),
             "starts": [list(start) for start in self.continuation.starts],
         }
 
@@ -294,6 +294,8 @@ class EventRecorder(Handler):
             # of a recorder attached during a run, the first STARTED may be that of an engine inside it
             others = (each for each in log.bus.engines if each is not engine and each.is_running)
             self._outermost = next(others, engine)
+        if self._is_main(engine):
+            self._completed = None
         if self._outermost is engine:
             self.continuation.start(engine, event)
             log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
@@ -313,6 +315,7 @@ class EventRecorder(Handler):
         self._log.write(logged)
 
     def _on_loaded(self, engine: Engine, event: Event) -> None:
+        self._completed = None
         in_epoch = self.continuation.resume(engine, event)
         if in_epoch is not None:
             self._in_epoch, self._resumed_in_epoch = in_epoch, set(in_epoch)
@@ -321,7 +324,8 @@ class EventRecorder(Handler):
     def _on_opened(self, engine: Engine, event: Event) -> None:
         if event.type == Events.EPOCH_COMPLETED.value:
             self._in_epoch.discard(event.engine)
-        self._is_ending = event.type == _COMPLETED and engine is self._outermost
+        if event.type == _COMPLETED and self._is_main(engine):
+            self._completed = event.engine, event.iteration
         self._log.begin(self._log.entry(event), event, engine)
 
     def _on_closed(self, engine: Engine, event: Event) -> None:
@@ -347,9 +351,16 @@ class EventRecorder(Handler):
         if self._log.writer is not None:
             self._closed_at = self.state_dict()
             self._log.close()
-        self._is_ending = False
         if self.resume_check is not None:
             self.resume_check.close()
+
+    def _is_main(self, engine: Engine) -> bool:
+        """Whether this is the first engine of the bus: a trainer, and not its evaluator."""
+        return next(iter(self._log.bus.engines), None) is engine
+
+    def _after_end(self) -> int | None:
+        """See `place_after`."""
+        return None if self._completed is None else count_after_end(self._log.read(), *self._completed)
 
 
 def _bounds(engine: Engine) -> dict[str, int]:

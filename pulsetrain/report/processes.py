@@ -99,7 +99,7 @@ def read_processes(run: Path) -> Processes | None:
                 loading.add(event)
                 if event.event in (_STARTED, _RAISED):  # a run that was resumed has left its error
                     error = event if event.event == _RAISED else None
-                elif event.event == _DIVERGED:
+                elif event.event == _DIVERGED and not log.is_superseded(event.seq):
                     diverged.append(event)
             raised += [(error.t, rank, error)] if error is not None else []
             damage += [f"rank {rank}: {each}" for each in log.damage if rank]

@@ -44,7 +44,7 @@ def attach_handlers(engine: Engine, model: nn.Module, handlers: Iterable[Any], c
             if control.ranks.is_main:
                 handler.attach(engine)
         elif control.ranks.is_main:
-            handler.attach(engine, shares=True)
+            handler.lead(engine)
         else:
             handler.follow(engine)
 

@@ -139,7 +139,7 @@ def diff_ranks(run: str | Path) -> RanksDiff:
 
 def _reported(logs: Iterable[EventLog]) -> str:
     """What RANKS_DIVERGED has named first."""
-    events = [event for log in logs for event in log.read(event="ranks_diverged")]
+    events = [event for log in logs for event in log.read(event="ranks_diverged") if not log.is_superseded(event.seq)]
     payload = min(events, key=lambda event: event.t).payload if events else None
     return "" if payload is None else describe_divergence(payload)
 

@@ -6,26 +6,24 @@ from collections.abc import Iterable
 
 from pulsetrain.engine.recording.log.reader import EventLog
 
-__all__ = ["ATTEMPT", "last_in_common", "place_after"]
+__all__ = ["ATTEMPT", "count_after_end", "last_in_common", "place_after"]
 
 ATTEMPT = "attempt"  # in `observed` of an engine's STARTED: an id of the start, the same in the logs of all ranks
-_COMPLETED, _EPOCH_COMPLETED = "iteration_completed", "epoch_completed"
+_COMPLETED, _EPOCH_COMPLETED, _ENDED = "iteration_completed", "epoch_completed", "completed"
 # of the engine itself: with them, what follows an iteration begins. The first ones are never fired within one, and so
 # end it even in a log without its end, such as one that leaves iterations out
 _BETWEEN = frozenset(
     {"get_batch_started", "dataloader_stop_iteration", "epoch_started", "started", "checkpoint_loaded"}
 )
+_ENDS = frozenset({"completed", "terminate", "interrupt", "preempted", "checkpoint_saved"})  # of a run
 _NEXT = _BETWEEN | {
     *("iteration_started", "checkpoint_saved", "completed", "terminate", "terminate_single_epoch", "interrupt"),
     *("preempted", "exception_raised"),
 }
 
 
-_ENDS = frozenset({"completed", "terminate", "interrupt", "preempted", "checkpoint_saved"})  # within an ending run
-
-
 def place_after(
-    log: EventLog, engine: str, iteration: int, in_epoch: bool, *, is_ending: bool = False
+    log: EventLog, engine: str, iteration: int, in_epoch: bool, *, after_end: int | None = None
 ) -> tuple[int, int]:
     """The number of the last event that belongs to an iteration or an earlier one, and the next event's `ord`.
 
@@ -34,7 +32,8 @@ def place_after(
         engine: whose iteration.
         iteration: the last one of the checkpoint; the log may lack it, if fewer processes trained then.
         in_epoch: whether the checkpoint was saved before the epoch was completed.
-        is_ending: whether it was saved where the run ended, after what is fired there.
+        after_end: how many events of the engine, but observed ones, there were from its COMPLETED to the checkpoint,
+            such as those of a last validation. None: it was saved before that.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -49,20 +48,36 @@ def place_after(
     ...     place_after(EventLog(folder), "trainer", 1, in_epoch=True)
     (2, 3)
     """
-    seq, ord, done = -1, 0, False
+    seq, ord, done, has_ended, kept = -1, 0, False, False, 0
     between, following = (each | {_EPOCH_COMPLETED} if in_epoch else each for each in (_BETWEEN, _NEXT))
-    following -= _ENDS if is_ending else frozenset()
+    following -= frozenset() if after_end is None else _ENDS
     for event in log.read() if iteration else ():
         if log.is_superseded(event.seq):  # an observed one, which `read` yields all the same
             continue
         if event.engine == engine:
             is_there = event.iteration == iteration
             done = done or (is_there and event.event in between)
-            if event.iteration > iteration or (done and event.event in following):
+            if event.iteration > iteration or (done and not has_ended and event.event in following):
                 break
             done = done or (is_there and event.event == _COMPLETED)
+            has_ended = has_ended or (after_end is not None and is_there and event.event == _ENDED)
+            kept += has_ended and event.ord >= 0 and event.event != _ENDED
         seq, ord = event.seq, max(ord, event.ord + 1)
+        if has_ended and kept == after_end:
+            break
     return seq, ord
+
+
+def count_after_end(log: EventLog, engine: str, iteration: int) -> int:
+    """How many events of the engine, but observed ones, there are from its COMPLETED at this iteration on.
+
+    A run that has ended may be resumed and end there again: they count from the first time.
+    """
+    has_ended, count = False, 0
+    for event in log.read(engine=engine, iteration=(iteration, iteration)):
+        count += has_ended and event.ord >= 0
+        has_ended = has_ended or (event.event == _ENDED and not log.is_superseded(event.seq))
+    return count
 
 
 def last_in_common(log: EventLog, starts: Iterable[tuple[int, str]], iteration: int) -> int:

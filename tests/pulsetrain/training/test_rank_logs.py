@@ -29,6 +29,7 @@ from pulsetrain.engine.recording.log.stall import StallWatch
 from pulsetrain.engine.recording.where import positions, stragglers
 from pulsetrain.handlers import Checkpointer, EventRecorder, Fingerprints
 from pulsetrain.handlers.recorder.event_recorder import LEAST_BYTES
+from tests.support.cases import slow_but
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import linear, make
@@ -88,21 +89,49 @@ def test_each_rank_continues_its_log_after_kills(who: int, tmp_path: Path):
     assert found.agreed > 4 * ITERATIONS
 
 
-@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_the_end_of_a_run_reports_stays_in_each_log_that_resumes_from_there(by_hand: bool, tmp_path: Path):
-    """The last mean loss is logged while COMPLETED is delivered, before the last save."""
+@pytest.mark.parametrize(
+    ("validates", "then"),
+    slow_but(
+        [(True, "")],
+        [
+            *((validates, "") for validates in (False, True)),
+            *((True, then) for then in ("save", "validate", "validate, save")),
+        ],
+    ),
+)
+@pytest.mark.parametrize("bound", [6, 8])
+def test_what_the_end_of_a_run_reports_stays_in_each_log_that_resumes_from_there(
+    bound: int, validates: bool, then: str, tmp_path: Path
+):
+    """The last loss is logged, and the last validation made, while COMPLETED is delivered, before the last save."""
 
-    def body(rank: int) -> list[int]:
-        saver = Checkpointer(tmp_path, Every(iterations=50), at_end=not by_hand)
-        made = make(linear(), DataLoader(pairs(20), 4), EventRecorder(tmp_path), saver, log_every_n_steps=4)
+    def body(rank: int, bound: int, then: str) -> tuple[list[int], list[int]]:
+        saver = Checkpointer(tmp_path, Every(iterations=50), at_end="save" not in then)
+        handlers = [EventRecorder(tmp_path), saver]
+        made = make(
+            linear(), DataLoader(pairs(32), 4), *handlers, val_loader=DataLoader(pairs(12), 4) if validates else None,
+            log_every_n_steps=4, max_iterations=bound, max_epochs=None,
+        )  # fmt: skip
         made.train(resume="latest")
-        if by_hand:
+        if "validate" in then:
+            made.validate()
+        if "save" in then:
             made.save_checkpoint()
-        return [each.iteration for each in EventLog(tmp_path, rank).read(event="metrics_logged")]
+        log = EventLog(tmp_path, rank)
+        return [
+            [each.iteration for each in log.read(event=f"{name}")]
+            for name in ("metrics_logged", "validation_completed")
+        ]
 
-    for _ in range(2):
-        assert [(each.error, each.value) for each in in_processes(body)] == [("", [4, 8, 10])] * 2
-    assert not diff_ranks(tmp_path)
+    for until in (bound, bound, 12):
+        ended = in_processes(lambda rank, until=until: body(rank, until, then if until == bound else ""))  # type: ignore[misc]
+        assert [each.error for each in ended] == ["", ""]
+        assert ended[0].value == ended[1].value
+        found = diff_ranks(tmp_path)
+        assert not found, str(found)
+    logged, validated = ended[0].value
+    assert logged == [4, *([6] if bound == 6 else []), 8, 12]
+    assert not validates or {bound, 12} <= set(validated)
 
 
 @pytest.mark.slow
