@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from pulsetrain.cli import main
+from tests.support.ranks import in_processes
 
 MODEL = """
     from torch import nn
@@ -71,3 +74,15 @@ def train(*words: str) -> int:
 def files() -> list[str]:
     """The files in the current folder, without caches."""
     return sorted(str(path) for path in Path().rglob("*") if "__pycache__" not in path.parts)
+
+
+def by_two(words: list[str]) -> list[tuple[int, str]]:
+    """The status of each process, and what it wrote to stdout."""
+
+    def body(rank: int) -> tuple[int, str]:
+        with redirect_stdout(io.StringIO()) as out:
+            return main(words), out.getvalue()
+
+    ended = in_processes(body)
+    assert [each.error for each in ended] == ["", ""]
+    return [each.value for each in ended]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.recording.log.run_file import read_run_file
-from tests.support.ranks import in_processes
+from tests.support.programs_command_line import by_two
 
 TRAIN = [
     "train",
@@ -21,18 +19,6 @@ TRAIN = [
     "--handlers=[EventRecorder, CSVLogger, {class_path: Checkpointer, init_args: {every: {iterations: 2}}}]",
 ]
 FORK = ["fork", "runs/a", "--at=6", "--into=runs/b"]
-
-
-def by_two(words: list[str]) -> list[tuple[int, str]]:
-    """The status of each process, and what it wrote to stdout."""
-
-    def body(rank: int) -> tuple[int, str]:
-        with redirect_stdout(io.StringIO()) as out:
-            return main(words), out.getvalue()
-
-    ended = in_processes(body)
-    assert [each.error for each in ended] == ["", ""]
-    return [each.value for each in ended]
 
 
 @pytest.mark.parametrize("parallel", [[], pytest.param(["--parallel.shard=2"], marks=pytest.mark.slow)], ids=str)

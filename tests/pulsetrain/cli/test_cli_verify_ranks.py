@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pulsetrain.cli import main
-from tests.support.ranks import in_processes
+from tests.support.programs_command_line import by_two
 
 TRAIN = [
     "train",
@@ -22,18 +20,6 @@ TRAIN = [
     "--handlers=[EventRecorder, CSVLogger, {class_path: Checkpointer, init_args: {every: {iterations: 5}}}]",
 ]
 VERIFY = ["verify", "runs/a"]
-
-
-def by_two(words: list[str]) -> list[tuple[int, str]]:
-    """The status of each process, and what it wrote to stdout."""
-
-    def body(rank: int) -> tuple[int, str]:
-        with redirect_stdout(io.StringIO()) as out:
-            return main(words), out.getvalue()
-
-    ended = in_processes(body)
-    assert [each.error for each in ended] == ["", ""]
-    return [each.value for each in ended]
 
 
 @pytest.fixture
