@@ -31,7 +31,7 @@ class SaveCadence:
     def __init__(self, every: Every | Literal["auto"], writing: Callable[[], bool], clock: Callable[[], float]) -> None:
         self.every: Every | Literal["auto"] = every
         self._writing, self._clock = writing, clock
-        self.interval: SaveInterval | None = None
+        self._interval: SaveInterval | None = None
 
     @property
     def is_timed(self) -> bool:
@@ -68,18 +68,18 @@ class SaveCadence:
             assert self.every.seconds is not None
             return AfterSeconds(self.every.seconds, time.monotonic)
         # below the promised 3.5%: the cost of a save is known only after it, and deleting older ones is not in it
-        self.interval = SaveInterval(self._writing, clock=self._clock, share=0.02)
-        return self.interval.is_due
+        self._interval = SaveInterval(self._writing, clock=self._clock, share=0.02)
+        return self._interval.is_due
 
     def saved(self, seconds: float) -> None:
         """A save was made, or begun in the background, and blocked the training thread for this time."""
-        if self.interval is not None:
-            self.interval.saved(seconds)
+        if self._interval is not None:
+            self._interval.saved(seconds)
 
     def failed(self) -> None:
         """The last save failed."""
-        if self.interval is not None:
-            self.interval.failed()
+        if self._interval is not None:
+            self._interval.failed()
 
 
 class _Timed:
