@@ -140,7 +140,8 @@ class Trainer(RunView):
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.backend: Backend = backend or TorchBackend()
-        check_shared("Trainer", model, train_loader, wraps=self.wraps_model and isinstance(self.backend, TorchBackend))
+        wraps = self.wraps_model and isinstance(self.backend, TorchBackend)
+        check_shared("Trainer", model, train_loader, wraps=wraps, shares=self.backend.data_rank.count)
         self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
@@ -150,6 +151,7 @@ class Trainer(RunView):
             chosen=config.seed is not None,
             control=self.agreement.control,
             same_number="" if self.wraps_model else "the body of a Loop would count one that is repeated",
+            rank=self.backend.data_rank,
         )
         self.agreement.check_alike(config, model, self.strategy, train_loader, self.backend.device)
         with self.agreement.explained("giving the model to all processes"):

@@ -22,6 +22,7 @@ from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = [
+    "DataRank",
     "Ranks",
     "agreed",
     "check_shared",
@@ -45,6 +46,14 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
 
+class DataRank(NamedTuple):
+    """This process among those that train different samples: several may compute the same ones together."""
+
+    rank: int = 0
+    count: int = 1
+    leads: bool = True  # whether it counts for those that compute the same samples
+
+
 def ranks() -> Ranks:
     """Those of torch's default process group, or of the environment where torchrun or srun has started this process.
 
@@ -60,7 +69,9 @@ def ranks() -> Ranks:
     return Ranks(found.rank, found.world_size)
 
 
-def check_shared(place: str, model: object, loader: object = None, *, wraps: bool = False) -> None:
+def check_shared(
+    place: str, model: object, loader: object = None, *, wraps: bool = False, shares: int | None = None
+) -> None:
     """Refuse a model of which each process would train its own copy, or save its own part, and data not to be shared.
 
     Args:
@@ -68,6 +79,7 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
         model: a module, or several by name.
         loader: of the training data, whose batches the processes share out.
         wraps: whether the caller wraps a single module itself.
+        shares: of a batch; by default, each process gets one.
 
     Raises:
         ConfigurationError: several processes train together, and a module is sharded, or learns and is not wrapped, or
@@ -104,8 +116,9 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
             train_loader=type(loader),
             world_size=found.world_size,
         )
-    if gives_all_ranks_the_same(loader, found.world_size):
-        _check_divisible(loader, found.world_size)
+    shares = shares or found.world_size
+    if shares > 1 and gives_all_ranks_the_same(loader, shares):
+        _check_divisible(loader, shares)
 
 
 def _check_divisible(loader: object, world_size: int) -> None:

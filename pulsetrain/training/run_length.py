@@ -172,7 +172,10 @@ class RunLength:
         counts = control.gather([batch.tokens for batch in batches])
         if not all(counts):
             raise ConfigurationError("gave no batch; it is empty", "Trainer", train_loader=...)
-        if gives_all_ranks_the_same(self._loader, control.ranks.world_size):
+        here = backend.data_rank
+        leads = control.gather(here.leads)
+        counts = [each for each, counted in zip(counts, leads, strict=True) if counted]
+        if gives_all_ranks_the_same(self._loader, here.count):
             counts = counts[:1]  # each process has counted the global batch
         tokens = [sum(each) for each in zip(*counts, strict=False)]
         if not all(map(all, counts)):
