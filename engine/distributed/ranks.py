@@ -158,7 +158,7 @@ def is_shared(model: object) -> bool:
         return False
     learns = any(parameter.requires_grad for parameter in model.parameters())
     wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    return not learns or wrapped or is_fully_sharded(model)
+    return not learns or wrapped or is_sharded(model)
 
 
 def is_fully_sharded(model: object) -> bool:

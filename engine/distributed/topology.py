@@ -14,7 +14,9 @@ from pulsetrain.engine.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Topology"]
+__all__ = ["TENSOR", "Topology"]
+
+TENSOR = "tensor"  # the dimension of a mesh whose processes compute each layer together
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -111,7 +113,7 @@ class Topology:
         return DataRank(here.rank // self.tensor, replicate * shard, leads=here.rank % self.tensor == 0)
 
     def mesh(self, device: str | torch.device) -> DeviceMesh:
-        """The mesh over all processes, for a kind of device: "replicate", "shard" and "tensor", each if it is needed.
+        """The mesh over all processes, for a kind of device: "shard"; "replicate" and "tensor" if they are needed.
 
         Raises:
             ConfigurationError: the processes do not fit.
@@ -120,10 +122,9 @@ class Topology:
 
         replicate, shard = self.sizes(ranks().world_size)
         sizes = {"replicate": replicate} if replicate > 1 else {}
-        if self.tensor == 1 or replicate * shard > 1:  # fully_shard averages gradients, also over shards of 1 process
-            sizes["shard"] = shard
+        sizes["shard"] = shard
         if self.tensor > 1:
-            sizes["tensor"] = self.tensor
+            sizes[TENSOR] = self.tensor
         return init_device_mesh(torch.device(device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     try:
-        norm = get_total_norm(gradients)
+        norm = _total_norm(gradients)
     except NotImplementedError as error:
         if not any(gradient.is_sparse for gradient in gradients):
             raise
@@ -33,8 +34,7 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
             "grad_norm(): torch has no norm of sparse gradients, which nn.Embedding(sparse=True) makes; make it dense, "
             "or leave the norm out (no clipping by norm, no receiver of GRADIENTS_READY)"
         ) from error
-    # sharded gradients: each rank has a part of the norm, and this collective call adds the parts up
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return norm
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
@@ -79,6 +79,18 @@ def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm over gradients, of which each rank may have a part; then this is a collective call."""
+    by_mesh: dict[Any, list[Tensor]] = {}  # those that are whole, and those that are split over each mesh
+    for each in gradients:
+        by_mesh.setdefault(getattr(each, "device_mesh", None), []).append(each)
+    norms = [get_total_norm(alike) for alike in by_mesh.values()] or [get_total_norm([])]
+    norms = [each.full_tensor() if isinstance(each, Tensor) and hasattr(each, "full_tensor") else each for each in norms]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.stack([each.double() for each in norms]).square().sum().sqrt().to(norms[0].dtype)
 
 
 def _held(parameters: Iterable[Tensor]) -> list[Tensor]:
