@@ -158,7 +158,7 @@ def norms_of_wholes(norms: Tensor, order: float, groups: Iterable[ProcessGroup])
     """The norms of whole tensors from those of each process's parts, which all call this.
 
     Args:
-        norms: shape (tensors,).
+        norms: of one tensor or several, shape () or (tensors,).
         order: 1, 2, ... or inf.
         groups: of the processes, see `holders_of`.
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from pulsetrain.engine.distributed.shards import local
+from pulsetrain.engine.distributed.shards import holders_of, is_shard, local, norms_of_wholes
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm", "scale_grads"]
@@ -83,14 +83,14 @@ def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
     """The norm over gradients, of which each rank may have a part; then this is a collective call."""
-    by_mesh: dict[Any, list[Tensor]] = {}  # those that are whole, and those that are split over each mesh
+    if not any(is_shard(each) for each in gradients):
+        return get_total_norm(gradients)
+    alike: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}  # by the processes that hold parts of them
     for each in gradients:
-        by_mesh.setdefault(getattr(each, "device_mesh", None), []).append(each)
-    norms = [get_total_norm(alike) for alike in by_mesh.values()] or [get_total_norm([])]
-    norms = [each.full_tensor() if isinstance(each, Tensor) and hasattr(each, "full_tensor") else each for each in norms]
-    if len(norms) == 1:
-        return norms[0]
-    return torch.stack([each.double() for each in norms]).square().sum().sqrt().to(norms[0].dtype)
+        alike.setdefault(holders_of(each), []).append(local(each))
+    norms = {groups: get_total_norm(parts) for groups, parts in alike.items()}
+    wholes = [norms_of_wholes(norm, 2.0, groups) for groups, norm in norms.items()]
+    return torch.stack(wholes).square().sum().sqrt().to(next(iter(norms.values())).dtype)
 
 
 def _held(parameters: Iterable[Tensor]) -> list[Tensor]:

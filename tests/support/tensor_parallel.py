@@ -68,7 +68,7 @@ class Attending(nn.Module):
         x = x + self.dropout(self.mix(attended))
         x = x + self.dropout(self.down(self.up(self.norms[1](x)).relu()))
         found: Tensor = self.head(self.norms[2](x))
-        return found
+        return found.tanh()
 
 
 def sequences(rows: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
