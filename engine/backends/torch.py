@@ -54,7 +54,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass instead
             of kept, as "blocks.*"; None leaves it to the configuration.
         topology: how several processes share the model out; by default each has a copy of it.
-        tensor_plan: with `Topology(tensor=2)` or more, which layers are split, and how; by default the model's own plan.
+        tensor_plan: which layers `Topology(tensor=2)` splits, and how; by default the model's own plan.
         functional: compute with values, by torch.func.
 
     Raises:

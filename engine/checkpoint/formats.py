@@ -13,9 +13,10 @@ from typing import IO, Literal, NamedTuple
 import torch
 
 from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.blocks import Block
 from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.checkpoint.manifest import STATES
-from pulsetrain.engine.checkpoint.pieces import Block, Piece, StoredPiece, check_cover
+from pulsetrain.engine.checkpoint.pieces import Piece, StoredPiece, check_cover
 from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_file, read_header
 from pulsetrain.engine.checkpoint.tree_codec import Encoded, decode_tree, encode_tree

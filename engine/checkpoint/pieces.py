@@ -8,23 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from operator import gt, is_
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.blocks import Block
 from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_rows
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["Block", "Piece", "StoredPiece", "StoredTensor", "check_cover", "converted", "whole"]
-
-
-class Block(NamedTuple):
-    """A rectangular part of a tensor, and where it is in what one process holds."""
-
-    offset: tuple[int, ...]  # of its first item in the whole tensor
-    start: tuple[int, ...]  # and in what the process holds
-    shape: tuple[int, ...]
+__all__ = ["Piece", "StoredPiece", "StoredTensor", "check_cover", "converted", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +87,9 @@ class StoredTensor:
             ends = [min(a + size, b + extent) for a, size, b, extent in zip(offset, shape, its, extents, strict=True)]
             if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
                 continue
-            moved = [at - first for at, first in zip(start, its, strict=True)]  # from the tensor's indices to the array's
+            moved = [
+                at - first for at, first in zip(start, its, strict=True)
+            ]  # from the tensor's indices to the array's
             with piece.open() as file:
                 rows = read_rows(file, piece.entry, begins[0] + moved[0], ends[0] + moved[0])
             inside = [slice(b + by, e + by) for b, e, by in zip(begins[1:], ends[1:], moved[1:], strict=True)]
@@ -116,7 +111,7 @@ def check_cover(name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Seq
             continue
         ends = [at + extent for at, extent in zip(each.offset, each.shape, strict=False)]
         inside = len(each.start) == len(extents) and all(
-            0 <= at and at + extent <= size for at, extent, size in zip(each.start, each.shape, extents, strict=True)
+            at >= 0 and at + extent <= size for at, extent, size in zip(each.start, each.shape, extents, strict=True)
         )
         fits = inside and len(extents) == len(each.offset) == len(shape) and piece.entry.dtype == dtype
         if not fits or min(each.offset, default=0) < 0 or any(map(gt, ends, shape)):

@@ -18,16 +18,16 @@ __all__ = ["TensorPlan", "styles_of"]
 TensorPlan = Mapping[str, Any]
 """Names of modules, in which `*` is anything between two dots, to how they are split.
 
-A value is "colwise", "rowwise", "embedding_rowwise" (splits the vocabulary), "sequence" (computes each position by itself), "sequence_split" (its outputs are split
-along the sequence), a mapping such as {"style": "colwise", "parts": 3, "units": 12, "gather": True}, whose options are
-those of `Colwise`, or a `ParallelStyle` of torch.
+A value is "colwise", "rowwise", "embedding_rowwise" (splits the vocabulary), "sequence" (computes each position by
+itself), "sequence_split" (its outputs are split along the sequence), a mapping such as {"style": "colwise", "parts": 3,
+"units": 12, "gather": True}, whose options are those of `Colwise`, or a `ParallelStyle` of torch.
 """
 
 _EXAMPLE = (
     '{"blocks.*.attention.qkv": {"style": "colwise", "parts": 3, "units": heads}, "blocks.*.attention.out": "rowwise", '
     '"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
 )
-_OF_TRANSFORMERS = {  # names of styles in plans of transformers
+_OF_TRANSFORMERS: dict[str, dict[str, Any]] = {  # names of styles in plans of transformers
     "colwise": {"style": "colwise"},
     "rowwise": {"style": "rowwise"},
     "colwise_gather_output": {"style": "colwise", "gather": True},
@@ -102,7 +102,7 @@ def _style(pattern: str, value: Any, sequence: bool) -> ParallelStyle | None:
         return value
     if value == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
-    options = dict(value) if isinstance(value, Mapping) else dict(_OF_TRANSFORMERS.get(value, {"style": value}))
+    options = dict(value if isinstance(value, Mapping) else _OF_TRANSFORMERS.get(value, {"style": value}))
     made: dict[object, Callable[..., ParallelStyle]] = {"colwise": Colwise, "rowwise": Rowwise}
     style = options.pop("style", None)
     try:
@@ -147,11 +147,11 @@ def _of_transformers(module: nn.Module, count: int) -> TensorPlan | None:
     return getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
 
 
-def _of_gpt2(module: nn.Module, heads: int, count: int) -> TensorPlan:
-    """transformers has none: its attention splits queries, keys and values by a number that it keeps."""
+def _of_gpt2(module: nn.Module, heads: int | None, count: int) -> TensorPlan:
+    """The plan of GPT-2, for which transformers has none; its attention splits its outputs by a number that it keeps."""
     for each in module.modules():
-        if hasattr(each, "split_size") and hasattr(each, "c_attn"):
-            each.split_size //= count
+        if hasattr(each, "c_attn") and isinstance(size := getattr(each, "split_size", None), int):
+            each.split_size = size // count  # type: ignore[assignment]  # torch has no type for an attribute
     blocks = "transformer.h.*" if hasattr(module, "transformer") else "h.*"
     return {
         f"{blocks}.attn.c_attn": {"style": "colwise", "parts": 3, "units": heads},

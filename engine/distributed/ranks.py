@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed
@@ -46,7 +47,8 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
 
-class DataRank(NamedTuple):
+@dataclass(frozen=True)
+class DataRank:
     """This process among those that train different samples: several may compute the same ones together."""
 
     rank: int = 0

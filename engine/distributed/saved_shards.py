@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.blocks import Held, held_blocks
 from pulsetrain.engine.checkpoint.pieces import Piece, StoredTensor, converted, whole
-from pulsetrain.engine.distributed.blocks import Held, held_blocks
 from pulsetrain.engine.distributed.shards import is_shard, local
 from pulsetrain.engine.distributed.topology import TENSOR
 from pulsetrain.engine.errors import CheckpointError
@@ -77,8 +77,9 @@ def _piece(shard: Any) -> Piece:
     mine, data, shape = _held(shard), shard.detach().to_local(), tuple(shard.shape)
     mesh = shard.device_mesh
     copies = [at for at, each in zip(mesh.get_coordinate(), shard.placements, strict=True) if type(each) is Replicate]
-    if mesh != (every := mesh._get_root_mesh()):  # what is not split into layers is the same in all that compute one
-        copies.append(every.get_local_rank(TENSOR) if TENSOR not in mesh.mesh_dim_names else 0)
+    every = mesh._get_root_mesh()  # noqa: SLF001  # has no public name
+    if mesh != every and TENSOR not in mesh.mesh_dim_names:  # not of a layer that several processes compute together
+        copies.append(every.get_local_rank(TENSOR) if TENSOR in every.mesh_dim_names else 0)
     if any(copies):
         return Piece(data.new_empty((0,) * len(shape)), shape, (0,) * len(shape))
     if len(mine.blocks) == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pulsetrain.engine.distributed.blocks import held_blocks
+from pulsetrain.engine.blocks import held_blocks
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Colwise", "Rowwise", "SequencePlain", "SequenceSplit", "parallelize"]
@@ -53,10 +54,10 @@ class Colwise(ParallelStyle):
                     tensor=count,
                 )
         out = 1 if _is_transposed(module) else 0
-        split = lambda dim: _StridedShard(dim, split_factor=self.parts) if self.parts > 1 else Shard(dim)  # noqa: E731
+        split = partial(_StridedShard, split_factor=self.parts) if self.parts > 1 else Shard
         _place(module, device_mesh, {"weight": split(out), "bias": split(0)})
-        if hasattr(module, "nf"):  # the layer of transformers' GPT-2 reads the number of its outputs
-            module.nf //= count
+        if isinstance(outputs := getattr(module, "nf", None), int):  # the layer of transformers' GPT-2 reads it
+            module.nf = outputs // count  # type: ignore[assignment]  # torch has no type for an attribute
 
         def enter(x: Tensor) -> Tensor:
             return _converted(x, device_mesh, _Sequence if self.sequence else Replicate(), Replicate(), Partial())
@@ -153,7 +154,9 @@ def _place(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placeme
         part = torch.empty(mine.shape, dtype=whole.dtype, device=whole.device)
         for offset, start, shape in mine.blocks:
             theirs = tuple(slice(each, each + size) for each, size in zip(offset, shape, strict=True))
-            part[tuple(slice(each, each + size) for each, size in zip(start, shape, strict=True))] = whole.detach()[theirs]
+            part[tuple(slice(each, each + size) for each, size in zip(start, shape, strict=True))] = whole.detach()[
+                theirs
+            ]
         made = DTensor.from_local(part, mesh, at, run_check=False, shape=whole.shape, stride=whole.stride())
         module.register_parameter(name, nn.Parameter(made, requires_grad=whole.requires_grad))
 
@@ -191,7 +194,7 @@ class _PartForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = self._enter(x)
-        named = self._module._parameters  # as functional_call would, which calls the module's hooks a second time
+        named = self._module._parameters  # noqa: SLF001  # functional_call would run the module's hooks a second time
         before = dict(named)
         try:
             for name, parameter in before.items():
@@ -201,7 +204,8 @@ class _PartForward:
         finally:
             named.update(before)
         y = self._leave(y)
-        made: Tensor = _NoView.apply(y) if y._is_view() else y  # type: ignore[no-untyped-call]  # of torch
+        is_view = y._is_view()  # noqa: SLF001  # has no public name
+        made: Tensor = _NoView.apply(y) if is_view else y  # type: ignore[no-untyped-call]  # of torch
         return made
 
     def _part(self, name: str, parameter: Any) -> Tensor:
@@ -221,7 +225,7 @@ class _NoView(torch.autograd.Function):
         return x.data
 
     @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch's takes any number
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

@@ -56,7 +56,7 @@ class Block(nn.Module):
         what each position attends to. Without a mask, it attends to itself and all earlier positions.
         """
         projected: Tensor = self.queries_keys_values(self.attention_norm(x))
-        qkv = projected.unflatten(-1, (3, -1, self.features)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, features)
+        qkv = projected.unflatten(-1, (3, -1, self.features)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, ...)
         queries, keys = rotate(qkv[:2], cos, sin)  # both in one call: half as many small kernels
         values = qkv[2]
         if cache is not None:

@@ -43,7 +43,9 @@ def test_they_learn_what_one_process_learns(layout: str):
             for rows in (17, 16):
                 norms: list[float] = []
                 made = attending(layout, rank, rows=rows, **config)
-                made.on(Events.GRADIENTS_READY)(lambda engine, event, norms=norms: norms.append(float(event.payload.grad_norm)))
+                made.on(Events.GRADIENTS_READY)(
+                    lambda engine, event, norms=norms: norms.append(float(event.payload.grad_norm))
+                )
                 found.append((trained(made), norms, made.state.samples))
         return found
 

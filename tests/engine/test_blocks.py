@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pulsetrain.engine.distributed.blocks import held_blocks
+from pulsetrain.engine.blocks import held_blocks
 
 
 def part_of(whole: Tensor, mesh: tuple[int, ...], at: tuple[int, ...], placements: list[Any]) -> Tensor:

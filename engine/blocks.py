@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from pulsetrain.engine.checkpoint.pieces import Block
-
-__all__ = ["Held", "held_blocks"]
+__all__ = ["Block", "Held", "held_blocks"]
 
 _Runs = list[tuple[int, int]]  # of indices along a dimension: begin and end
+
+
+class Block(NamedTuple):
+    """A rectangular part of a tensor, and where it is in what one process holds."""
+
+    offset: tuple[int, ...]  # of its first item in the whole tensor
+    start: tuple[int, ...]  # and in what the process holds
+    shape: tuple[int, ...]
 
 
 class Held(NamedTuple):
@@ -64,7 +70,9 @@ def held_blocks(shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], pl
             tuple(start for _, _, start in each),
             tuple(end - begin for begin, end, _ in each),
         )
-        for each in product(*([(*run, start) for run, start in zip(along, _starts(along), strict=True)] for along in runs))
+        for each in product(
+            *([(*run, start) for run, start in zip(along, _starts(along), strict=True)] for along in runs)
+        )
     ]
     return Held(tuple(sum(end - begin for begin, end in along) for along in runs), tuple(blocks))
 
