@@ -148,7 +148,7 @@ def _of_transformers(module: nn.Module, count: int) -> TensorPlan | None:
 
 
 def _of_gpt2(module: nn.Module, heads: int | None, count: int) -> TensorPlan:
-    """The plan of GPT-2, for which transformers has none; its attention splits its outputs by a number that it keeps."""
+    """The plan of GPT-2, for which transformers has none; its attention splits outputs by a number that it keeps."""
     for each in module.modules():
         if hasattr(each, "c_attn") and isinstance(size := getattr(each, "split_size", None), int):
             each.split_size = size // count  # type: ignore[assignment]  # torch has no type for an attribute

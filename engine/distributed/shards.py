@@ -86,8 +86,8 @@ def _dimension_of_shards(count: int, parameter: nn.Parameter) -> Any:
         return Shard(0)
     if parameter.ndim == 1 or parameter.shape[1] % count:
         raise ConfigurationError(
-            f"a parameter of shape {tuple(parameter.shape)} that several projections share cannot be sharded over {count} "
-            "processes as well; set shard=1, which makes copies instead",
+            f"a parameter of shape {tuple(parameter.shape)} that several projections share cannot be sharded over "
+            f"{count} processes as well; set shard=1, which makes copies instead",
             "Topology",
             shard=count,
         )
