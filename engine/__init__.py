@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         TorchBackend as TorchBackend,
     )
     from pulsetrain.engine.backends.core import TrainerCore as TrainerCore
+    from pulsetrain.engine.distributed.pretrained import pretrained as pretrained
     from pulsetrain.engine.distributed.topology import Topology as Topology
     from pulsetrain.engine.errors import (
         ArgumentTypeError as ArgumentTypeError,
@@ -194,6 +195,7 @@ else:  # which type checkers do not see: to them, an unknown name is an error
         {
             "pulsetrain.engine.backends": ("FunctionalBackend", "JaxBackend", "TorchBackend"),
             "pulsetrain.engine.backends.core": ("TrainerCore",),
+            "pulsetrain.engine.distributed.pretrained": ("pretrained",),
             "pulsetrain.engine.distributed.topology": ("Topology",),
             "pulsetrain.engine.errors": (
                 "ArgumentTypeError", "CheckpointError", "ConfigurationError", "MetricNotFoundError", "PulsetrainError",

@@ -13,6 +13,7 @@ from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
 from pulsetrain.engine.distributed.plans import TensorPlan
+from pulsetrain.engine.distributed.pretrained import fill
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
@@ -106,10 +107,12 @@ class TorchBackend(TorchComputation, InPlaceBackend):
 
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The module on the device, and the optimizer over its parameters."""
-        module = self.module_to_device(model)
+        module = self.prepare_module(model)
         count = ranks().world_size
         if self.topology.is_sharded(count) and not is_sharded(module):
             self._shard(module, optimizer)
+        offloaded = is_sharded(module) and self.topology.offload
+        fill(module, torch.device("cpu") if offloaded else self.device)
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.arrays import is_array
 from pulsetrain.engine.distributed.plans import TensorPlan
+from pulsetrain.engine.distributed.pretrained import fill, move
 from pulsetrain.engine.distributed.ranks import DataRank, ranks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
@@ -110,6 +111,12 @@ class TorchComputation:
 
     def module_to_device(self, model: object) -> nn.Module:
         """The model on the device, compiled and with its activations recomputed if asked for."""
+        module = self.prepare_module(model)
+        fill(module, self.device)
+        return module
+
+    def prepare_module(self, model: object) -> nn.Module:
+        """The same, but for parameters that have no values yet, see `pretrained`."""
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
@@ -121,7 +128,7 @@ class TorchComputation:
             )
         if self.activation_checkpointing is not None:
             recompute_activations(model, self.activation_checkpointing)
-        model.to(self.device)
+        move(model, self.device)
         if self.compile:
             model.compile()
         return model

@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from operator import gt, is_
+from operator import add, gt, is_
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.blocks import Block
-from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_rows
+from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_block
 from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["Piece", "StoredPiece", "StoredTensor", "check_cover", "converted", "whole"]
@@ -90,11 +90,10 @@ class StoredTensor:
             moved = [
                 at - first for at, first in zip(start, its, strict=True)
             ]  # from the tensor's indices to the array's
+            sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            inside = tuple(slice(b - at, e - at) for b, e, at in zip(begins, ends, offset, strict=True))
             with piece.open() as file:
-                rows = read_rows(file, piece.entry, begins[0] + moved[0], ends[0] + moved[0])
-            inside = [slice(b + by, e + by) for b, e, by in zip(begins[1:], ends[1:], moved[1:], strict=True)]
-            block = rows[(slice(None), *inside)]
-            made[tuple(slice(b - at, e - at) for b, e, at in zip(begins, ends, offset, strict=True))] = block
+                made[inside] = read_block(file, piece.entry, list(map(add, begins, moved)), sizes)
         return made
 
 

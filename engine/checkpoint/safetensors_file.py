@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from itertools import product
 from typing import IO, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["CODES", "Entry", "file_writer", "read_file", "read_header", "read_rows"]
+__all__ = ["CODES", "Entry", "file_writer", "read_block", "read_file", "read_header"]
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -128,11 +129,24 @@ def read_file(file: IO[bytes], without: Container[str] = ()) -> tuple[dict[str, 
     return arrays, metadata
 
 
-def read_rows(file: IO[bytes], entry: Entry, begin: int, end: int) -> Tensor:
-    """The rows of an array, of at least one dimension, from `begin` to before `end`."""
-    array = torch.empty((end - begin, *entry.shape[1:]), dtype=entry.dtype)
-    file.seek(entry.at + begin * math.prod(entry.shape[1:]) * entry.dtype.itemsize)
-    _filled(file, _bytes_of(array))
+def read_block(file: IO[bytes], entry: Entry, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The items of an array from an index on; where the block is narrower than the array, nothing beside it is read."""
+    array = torch.empty(tuple(shape), dtype=entry.dtype)
+    if not array.numel():
+        return array
+    whole = len(shape)  # from this dimension on, all of the array is in the block
+    while whole and shape[whole - 1] == entry.shape[whole - 1]:
+        whole -= 1
+    outer = max(whole - 1, 0)  # of the dimensions from this one on, the block has consecutive bytes
+    strides = [math.prod(entry.shape[at + 1 :]) for at in range(len(shape))]
+    length = math.prod(shape[outer:]) * entry.dtype.itemsize
+    first = sum(at * stride for at, stride in zip(offset, strides, strict=True))
+    buffer, filled = _bytes_of(array), 0
+    for index in product(*map(range, shape[:outer])):
+        moved = sum(at * stride for at, stride in zip(index, strides, strict=False))
+        file.seek(entry.at + (first + moved) * entry.dtype.itemsize)
+        _filled(file, buffer[filled : filled + length])
+        filled += length
     return array
 
 

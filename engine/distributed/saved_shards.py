@@ -32,12 +32,13 @@ def held(value: Any) -> Any:
     return converted(value, local)
 
 
-def sharded_like(value: Any, like: Any) -> Any:
+def sharded_like(value: Any, like: Any, device: torch.device | None = None) -> Any:
     """This rank's shard of a tensor, as that of another one is; nothing is communicated.
 
     Args:
         value: a whole tensor, or one that is stored in pieces; anything else, as a shard, is returned as it is.
         like: a shard of a tensor of the same shape; if it is none, the whole tensor is returned.
+        device: where to make the shard; by default, where the other one is.
     """
     if not is_shard(like) or not isinstance(value, (Tensor, StoredTensor)) or value.shape != like.shape:
         return whole(value)
@@ -46,11 +47,11 @@ def sharded_like(value: Any, like: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     mine = _held(like)
-    made = torch.empty(mine.shape, dtype=value.dtype, device=like.device)
+    made = torch.empty(mine.shape, dtype=value.dtype, device=device or like.device)
     for offset, start, shape in mine.blocks:
         inside = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
         if isinstance(value, StoredTensor):
-            made[inside] = value.block(offset, shape).to(like.device)
+            made[inside] = value.block(offset, shape).to(made.device)
         else:
             made[inside] = value[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
     return DTensor.from_local(

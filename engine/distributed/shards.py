@@ -42,7 +42,8 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device, pl
         styles = styles_of(module, plan, topology.tensor, sequence=topology.sequence_parallel)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            torch.distributed.broadcast(tensor.detach(), src=0)
+            if not tensor.is_meta:  # else it gets its values when it has been split up
+                torch.distributed.broadcast(tensor.detach(), src=0)
     mesh = topology.mesh(device)
     if topology.tensor > 1:
         from pulsetrain.engine.distributed.tensor_parallel import parallelize  # imports torch's tensor parallelism
