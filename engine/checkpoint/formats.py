@@ -7,6 +7,7 @@ rest of the state as well.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Literal, NamedTuple
 
@@ -60,7 +61,12 @@ class StateFile(NamedTuple):
         Raises:
             CheckpointError: a tensor lacks a part, or only another process has it; the message names it.
         """
-        others = sorted(stored.keys() - self.pieces.keys())
+        # a piece without items belongs to a tensor that others save, under its first name if it has several
+        others = sorted(
+            name
+            for name in stored.keys() - self.pieces.keys()
+            if any(math.prod(each.block.shape) for each in stored[name])
+        )
         if others:
             raise CheckpointError(
                 f"{others[0]}: another process saves a part of it, and the main one has no such tensor: the processes "

@@ -58,7 +58,7 @@ def pretrained(
     options: dict[str, Any] = {} if dtype is None else {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    maker = getattr(transformers, model_class, None)
+    maker: Any = getattr(transformers, model_class, None)
     if not hasattr(maker, "from_config"):
         raise ConfigurationError(
             "needs a class of transformers with from_config, such as AutoModelForCausalLM",
@@ -189,7 +189,7 @@ def _values(folder: Path, model: nn.Module) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: they lack something, have something else, or it has another shape.
     """
-    mine = dict(model.named_parameters(remove_duplicate=False))
+    mine: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     mine |= {name: each for name, each in model.named_buffers(remove_duplicate=False) if name in model.state_dict()}
     ignored = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     renamed = _renaming(model, mine)
@@ -223,7 +223,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     if index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     for file in (folder / name for name in files):
-        open_file = partial(open, file, "rb")
+        open_file = partial(file.open, "rb")
         try:
             with open_file() as opened:
                 entries, _ = read_header(opened)
@@ -263,7 +263,8 @@ def _compute_buffers(model: nn.Module) -> None:
             for each in buffers:
                 setattr(module, each, torch.full_like(getattr(module, each), fill_value, device="cpu"))
             with torch.no_grad():
-                owners[name]._init_weights(module)  # parameters are on the meta device, where it changes nothing
+                # parameters are on the meta device, where it changes nothing
+                owners[name]._init_weights(module)  # noqa: SLF001  # what from_pretrained calls
             found.append([getattr(module, each) for each in buffers])
         unknown = [each for each, one, other in zip(buffers, *found, strict=True) if not torch.equal(one, other)]
         if unknown:

@@ -16,7 +16,7 @@ from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import differences, load_yaml
 from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.configuration.shipped_handlers import HANDLERS
-from pulsetrain.engine import ConfigurationError, Events, JaxBackend, PulsetrainError, TorchBackend, backends, pretrained
+from pulsetrain.engine import ConfigurationError, Events, JaxBackend, PulsetrainError, TorchBackend, backends
 from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.checkpoint import resolve
 from pulsetrain.engine.data import rng
@@ -27,13 +27,12 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer
 
-__all__ = ["BACKENDS", "MODELS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
+__all__ = ["BACKENDS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
 
 STRATEGIES: dict[str, Factory] = {
     **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
     **shipped_strategies.STRATEGIES,
 }
-MODELS: dict[str, Factory] = {"pretrained": pretrained}
 BACKENDS: dict[str, Factory] = {"TorchBackend": TorchBackend, "JaxBackend": JaxBackend, **backends.BACKENDS}
 
 
@@ -80,7 +79,7 @@ def assemble(
     look_in(base)
     training = instantiate({"class_path": TrainingConfig, "init_args": settings}, "training", settings="training")
     rng.seed_everything(training.seed)
-    model = instantiate(config["model"], "model", MODELS)
+    model = instantiate(config["model"], "model")
     rng.seed_everything(training.seed)
     train_loader, val_loader = _loaders(instantiate(config["data"], "data"))
     strategy = instantiate(config["strategy"], "strategy", STRATEGIES)

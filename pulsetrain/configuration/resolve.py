@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.configuration.assemble import BACKENDS, MODELS, STRATEGIES, with_run_folder
+from pulsetrain.configuration.assemble import BACKENDS, STRATEGIES, with_run_folder
 from pulsetrain.configuration.class_paths import Factory, find, look_in
 from pulsetrain.configuration.instantiate import (
     checked_arguments,
@@ -76,7 +76,7 @@ def resolve(path: Path, overrides: Mapping[str, str]) -> Resolved:
     resolved = Resolved({}, base)
     filling = _Filling(resolved.comments)
     config["training"] = filling.training(dict(config.get("training") or {}))
-    for section, shipped in (("model", MODELS), ("data", {}), ("strategy", STRATEGIES), ("backend", BACKENDS)):
+    for section, shipped in (("model", {}), ("data", {}), ("strategy", STRATEGIES), ("backend", BACKENDS)):
         config[section] = filling.spec(config[section], (section,), section, shipped)
     config["metrics"] = {
         name: filling.spec(spec, ("metrics", name), f"metrics.{name}", {})

@@ -31,7 +31,8 @@ def quarter(rank: int) -> dict[str, Any]:
     block = WHOLE[4 * row : 4 * row + 4, 3 * column : 3 * column + 3]
     bias = Piece(torch.ones(2) * row, (4,), (2 * row,)) if column == 0 else Piece(torch.empty(0), (4,), (0,))
     matrix = Piece(block, (7, 5), (4 * row, 3 * column))
-    return {"model": {"matrix": matrix, "bias": bias, "again": matrix}, "step": 3, "plain": torch.ones(1)}
+    weights = {"matrix": matrix, "bias": bias, "again": matrix, "tied": bias}
+    return {"model": weights, "step": 3, "plain": torch.ones(1)}
 
 
 class Four:
@@ -67,7 +68,7 @@ def test_pieces_of_four_processes_are_one_checkpoint(tmp_path: Path):
     assert found["step"] == 3
     assert found["plain"].tolist() == [1.0]
     assert found["model"]["matrix"].equal(WHOLE)
-    assert found["model"]["bias"].tolist() == [0, 0, 1, 1]
+    assert found["model"]["bias"].tolist() == found["model"]["tied"].tolist() == [0, 0, 1, 1]
     assert found["model"]["again"].equal(WHOLE)
     assert CheckpointManager(tmp_path).size(path) == sum(each.stat().st_size for each in path.iterdir())
 
@@ -82,7 +83,7 @@ def test_a_process_reads_the_block_that_it_needs(tmp_path: Path):
             assert found.block((top, left), (height, width)).equal(WHOLE[top : top + height, left : left + width])
 
 
-def test_of_a_long_piece_the_rows_that_are_needed_are_read():
+def test_of_a_long_piece_what_is_needed_is_read():
     file = io.BytesIO()
     file_writer({"long": torch.arange(200_000.0).reshape(1000, 200)}, {})(file)
     count = 0
@@ -98,7 +99,7 @@ def test_of_a_long_piece_the_rows_that_are_needed_are_read():
     pieces = [StoredPiece.of(counting, entry, (at, 0)) for at in (1000, 0)]
     stored = StoredTensor("long", (2000, 200), torch.float32, pieces)
     assert stored.block((1500, 0), (3, 2)).tolist() == [[100_000, 100_001], [100_200, 100_201], [100_400, 100_401]]
-    assert count == 3 * 200 * 4
+    assert count == 3 * 2 * 4
 
 
 def test_a_checkpoint_that_lacks_a_piece_is_not_committed(tmp_path: Path):
