@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.argument_checks import check_type
+from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.pieces import StoredPiece, StoredTensor
 from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_header
 from pulsetrain.engine.checkpoint.weights import compare_weights
@@ -223,7 +224,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     if index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     for file in (folder / name for name in files):
-        open_file = partial(file.open, "rb")
+        open_file = partial(Disk().open, file)
         try:
             with open_file() as opened:
                 entries, _ = read_header(opened)

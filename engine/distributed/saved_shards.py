@@ -46,14 +46,20 @@ def sharded_like(value: Any, like: Any, device: torch.device | None = None) -> A
         return value
     from torch.distributed.tensor import DTensor
 
-    mine = _held(like)
-    made = torch.empty(mine.shape, dtype=value.dtype, device=device or like.device)
-    for offset, start, shape in mine.blocks:
-        inside = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
+    mine, device = _held(like), device or like.device
+
+    def block(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         if isinstance(value, StoredTensor):
-            made[inside] = value.block(offset, shape).to(made.device)
-        else:
-            made[inside] = value[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+            return value.block(offset, shape).to(device)
+        part = value[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+        return part.to(device, copy=True, memory_format=torch.contiguous_format)
+
+    if len(mine.blocks) == 1:
+        made = block(mine.blocks[0].offset, mine.shape)
+    else:
+        made = torch.empty(mine.shape, dtype=value.dtype, device=device)
+        for offset, start, shape in mine.blocks:
+            made[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))] = block(offset, shape)
     return DTensor.from_local(
         made,
         like.device_mesh,  # type: ignore[attr-defined]  # of a DTensor, as the next line
