@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.strategies.language import logits_of
 
@@ -27,6 +29,9 @@ def sampler_of(
     pad_to: int | None = None,
 ) -> Sampler:
     """The sampler for a model: its own `sample`, Hugging Face's `generate`, or a loop over tokens.
+
+    All processes of a sharded model have to call it the same number of times. The prompts may differ, but for processes
+    that compute one layer together: a process whose texts have ended computes with the others until all have.
 
     >>> def count(tokens):  # predicts the next number
     ...     return torch.nn.functional.one_hot((tokens + 1) % 10, 10) * 100.0
@@ -49,7 +54,8 @@ def sampler_of(
     def logits_for(tokens: Tensor) -> Array:
         return logits_of(call(model, inputs_of(tokens.to(device))))
 
-    return partial(_token_by_token, logits_for, pad_token, pad_to)
+    any_runs = partial(_any_process, device) if is_sharded(model) else bool
+    return partial(_token_by_token, logits_for, any_runs, pad_token, pad_to)
 
 
 # Some models have their own generation settings, and the default keeps only the 50 most likely tokens. Either would
@@ -98,20 +104,22 @@ def _generated(
     rows = [[pad_token] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     known = vars(model.generation_config)
+    options = {name: value for name, value in _PLAIN.items() if name in known}
     found = model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(seen, device=device),
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
         pad_token_id=pad_token,
         eos_token_id=end_token,
-        **{name: value for name, value in _PLAIN.items() if name in known},
+        synced_gpus=is_sharded(model),
+        **{**options, **({"temperature": temperature} if temperature else {"do_sample": False, "temperature": 1.0})},
     )
     return [_until(row, end_token) for row in found[:, length:].tolist()]
 
 
 def _token_by_token(
     logits_for: Callable[[Tensor], Array],
+    any_runs: Callable[[Tensor], bool],
     pad_token: int,
     pad_to: int | None,
     prompts: Sequence[Sequence[int]],
@@ -129,7 +137,7 @@ def _token_by_token(
     running = torch.ones(len(prompts), dtype=torch.bool)
     ends = lengths + max_new_tokens
     everyone = torch.arange(len(prompts))
-    while running.any():
+    while any_runs(running.any()):
         # with a fixed length, leave out the last position as in training: one shape less to compile for
         logits = logits_for(texts[:, : int(lengths.max()) if pad_to is None else -1])
         last = logits[everyone.to(logits.device), (lengths - 1).to(logits.device)].float() / temperature
@@ -143,6 +151,13 @@ def _token_by_token(
         text[len(prompt) : length].tolist()
         for text, prompt, length in zip(texts, prompts, lengths.tolist(), strict=True)
     ]
+
+
+def _any_process(device: torch.device | str, runs: Tensor) -> bool:
+    """Whether any process still draws: each layer of a sharded model is computed by all of them."""
+    found = runs.to(device, torch.float32)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)
 
 
 def _until(tokens: list[int], end_token: int | None) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from pulsetrain.engine import FIRST, ConfigurationError, Engine, Events, Every
 from pulsetrain.engine.argument_checks import check_number, check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.joining import busy
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.rollouts.sampling import sampler_of
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
@@ -30,7 +33,8 @@ class SampleText(Handler):
 
     The model is used as in validation: in eval mode, without gradients, and with the weights of the evaluator, for
     example averaged ones. Afterwards modes and random generators are restored. Every sample starts from the same seed,
-    so that texts differ only because of the weights.
+    so that texts differ only because of the weights. If several processes hold one sharded model, each of them has to
+    have this handler: all generate, and the main one writes.
 
     Args:
         prompts: the start of each text; one, or several.
@@ -40,8 +44,9 @@ class SampleText(Handler):
         temperature: below 1 prefers likelier tokens; 0 takes the likeliest.
         seed: of the sampling.
         generate: called as generate(prompt, length, temperature=..., generator=...), with a CPU torch.Generator. By
-            default the model's method `generate`.
-        encode: turns a prompt into what `generate` accepts; by default its bytes in UTF-8.
+            default the model's method `generate`; that of a model of transformers gets and returns token ids.
+        encode: turns a prompt into what `generate` accepts, such as a tokenizer's `encode`; by default its bytes in
+            UTF-8.
         decode: turns what `generate` returns into text; by default text is kept, and bytes are decoded as UTF-8.
 
     Raises:
@@ -84,6 +89,12 @@ class SampleText(Handler):
         self.generate, self.encode, self.decode = generate, encode, decode
         self.texts: list[str] = []  # the latest, one for each prompt
         self._written_at: int | None = None
+        self._writes = True
+
+    @property
+    def plan(self) -> tuple[object, ...]:
+        """What it generates and when; the processes of a sharded model need equal ones."""
+        return self.every, self.prompts, self.length, self.temperature, self.seed
 
     def attach(self, engine: Engine) -> Self:
         """Sample at this engine's cadence and at the end of its run, in phase OBSERVE.
@@ -95,7 +106,8 @@ class SampleText(Handler):
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._generator(engine)
-            if (folder := self.folder) is not None:
+            self._writes = ranks().is_main or not is_sharded(attribute(engine, "model", object))
+            if self._writes and (folder := self.folder) is not None:
                 make_folder("SampleText", folder / "samples")
                 FolderUse("SampleText", subscribe, lambda: folder)
             subscribe(Events.STARTED, self._on_started, on_error="warn")
@@ -119,6 +131,8 @@ class SampleText(Handler):
         with busy():
             texts = self._texts(engine)
         self.texts = texts
+        if not self._writes:
+            return
         for number, text in enumerate(texts, 1):
             publish_media(engine, "sample" if len(texts) == 1 else f"sample/{number}", "text", text)
         if self.folder is not None:
@@ -135,6 +149,8 @@ class SampleText(Handler):
                 "generate(prompt, length, temperature, generator); give it one, or pass generate="
             )
             raise ConfigurationError(rule, "SampleText", generate=None)
+        if self.generate is None and hasattr(model, "generation_config"):
+            return partial(_of_transformers, model)
         return generate
 
     def _texts(self, engine: Engine) -> list[str]:
@@ -159,6 +175,15 @@ class SampleText(Handler):
                 else:
                     texts.append(prompt + decode(written))
         return texts
+
+
+def _of_transformers(
+    model: Any, prompt: Sequence[int], length: int, *, temperature: float, generator: torch.Generator
+) -> list[int]:
+    """What a model of transformers writes, up to the token that ends a text; it draws from torch's own generators."""
+    end = model.generation_config.eos_token_id
+    sample = sampler_of(model, lambda tokens: tokens, next(model.parameters()).device)
+    return sample([list(prompt)], length, temperature=temperature, end_token=end if isinstance(end, int) else None)[0]
 
 
 def _text(written: object) -> str:

@@ -52,7 +52,8 @@ __all__ = [
 
 _OUTPUT = (Alert, Checkpointer, CrashBundle, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
 
-_READS_WEIGHTS = (BestModel, CrashBundle, SampleText)
+_READS_WEIGHTS = (BestModel, CrashBundle)
+_OF_ALL = (Checkpointer, SampleText)  # what all processes do together if the model is sharded
 
 
 def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
@@ -84,7 +85,7 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) 
 
 def writes_for_all(handler: object, model: nn.Module) -> bool:
     """Whether one of the processes that train together saves, logs or draws by it for all, without the others."""
-    return isinstance(handler, _OUTPUT) and not (isinstance(handler, Checkpointer) and is_sharded(model))
+    return isinstance(handler, _OUTPUT) and not (isinstance(handler, _OF_ALL) and is_sharded(model))
 
 
 def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
@@ -102,7 +103,16 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
                 "Trainer",
                 handlers=[type(handler)],
             )
-    unfit = [each for each in handlers if _reads_wholes(each)] if is_sharded(model) else []
+    handlers = list(handlers) if is_sharded(model) else []
+    by_clock = [each for each in handlers if isinstance(each, SampleText) and each.every and each.every.seconds]
+    if by_clock:
+        raise ConfigurationError(
+            "all processes of a sharded model generate together, and their clocks differ; choose iterations, updates "
+            "or epochs",
+            "SampleText",
+            every=by_clock[0].every,
+        )
+    unfit = [each for each in handlers if _reads_wholes(each)]
     if unfit:
         names = ", ".join(type(each).__name__ for each in unfit)
         raise ConfigurationError(
