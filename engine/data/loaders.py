@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 __all__ = [
-    "can_be_keyed", "can_be_read_once", "draws_nothing", "key_order", "length_of", "order_seed", "seed_generator",
+    "begin_stream", "can_be_keyed", "can_be_read_once", "draws_from_a_buffer", "draws_nothing", "key_order", "length_of", "order_seed", "seed_generator",
 ]  # fmt: skip
 
 _SEEDED: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int | None]] = weakref.WeakKeyDictionary()
@@ -81,6 +81,32 @@ def _is_plain(dataset: object) -> bool:
         parts = getattr(dataset, "datasets", ())
         return all(map(_is_plain, parts.values() if isinstance(parts, dict) else parts))
     return type(dataset) in (TensorDataset, list, tuple, range) or getattr(dataset, "draws_nothing", False) is True
+
+
+def draws_from_a_buffer(loader: object) -> bool:
+    """Whether a stream of the package datasets shuffles in a buffer, whose examples are not in the stream's state.
+
+    >>> draws_from_a_buffer([1, 2])
+    False
+    """
+    waiting = [getattr(getattr(loader, "dataset", loader), "_ex_iterable", None)]
+    while waiting:
+        part = waiting.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable" and getattr(part, "buffer_size", 0) > 1:
+            return True
+        waiting += [each for each in (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())) if each]
+    return False
+
+
+def begin_stream(loader: object, number: int) -> None:
+    """Tell a stream which pass begins, as `set_epoch` of a sampler does, if it asks for that.
+
+    Args:
+        number: 1, 2, ...
+    """
+    dataset = getattr(loader, "dataset", loader)
+    if isinstance(dataset, IterableDataset) and callable(set_epoch := getattr(dataset, "set_epoch", None)):
+        set_epoch(number - 1)
 
 
 def key_order(loader: object, seed: int) -> None:

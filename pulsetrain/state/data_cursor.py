@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import KeyedLoader
-from pulsetrain.engine.data.loaders import can_be_keyed, can_be_read_once, key_order, length_of, order_seed
+from pulsetrain.engine.data.loaders import (
+    begin_stream,
+    can_be_keyed,
+    can_be_read_once,
+    draws_from_a_buffer,
+    key_order,
+    length_of,
+    order_seed,
+)
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
@@ -281,6 +289,7 @@ class DataCursor:
             yield batch
 
     def _key_pass(self, loader: object) -> None:
+        begin_stream(loader, self.passes)
         key_order(loader, rng.derive(self._seed_of(loader), self.passes))
         if isinstance(loader, DataLoader) and loader.persistent_workers:
             # torch seeds workers when they start: kept ones would continue drawing where the last pass ended, which no
@@ -377,6 +386,8 @@ class DataCursor:
     def _loader_state(self, ahead: int) -> LoaderState:
         """A state of the loader after the batches that were trained on, or from further back."""
         if self.agreed is not None:  # this rank may have read ahead, or have ended before the others
+            return self._anchor
+        if draws_from_a_buffer(self._loader):  # which would be empty, and its examples lost
             return self._anchor
         if not ahead:
             return LoaderState(self._loader.state_dict(), self._given)
