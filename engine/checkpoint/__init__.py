@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pulsetrain.engine.checkpoint.choice import load_checkpoint, resolve
 from pulsetrain.engine.checkpoint.formats import Form, check_form
+from pulsetrain.engine.checkpoint.frozen import leave_out_frozen
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Location, location_of
 from pulsetrain.engine.checkpoint.manager import CheckpointManager, check_name
 from pulsetrain.engine.checkpoint.reader import check_checkpoint, find_checkpoints
@@ -19,6 +20,7 @@ __all__ = [
     "check_form",
     "check_name",
     "find_checkpoints",
+    "leave_out_frozen",
     "load_checkpoint",
     "load_safetensors",
     "load_weights",

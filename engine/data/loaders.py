@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 __all__ = [
-    "begin_stream", "can_be_keyed", "can_be_read_once", "draws_from_a_buffer", "draws_nothing", "key_order", "length_of", "order_seed", "seed_generator",
+    "begin_stream", "can_be_keyed", "can_be_read_once", "draws_from_a_buffer", "draws_nothing", "key_order",
+    "length_of", "order_seed", "seed_generator",
 ]  # fmt: skip
 
 _SEEDED: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int | None]] = weakref.WeakKeyDictionary()

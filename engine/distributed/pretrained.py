@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint.disk import Disk
+from pulsetrain.engine.checkpoint.frozen import leave_out_frozen
 from pulsetrain.engine.checkpoint.pieces import StoredPiece, StoredTensor
 from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_header
 from pulsetrain.engine.checkpoint.weights import compare_weights
@@ -48,7 +49,8 @@ def pretrained(
         dtype: of the weights, such as "bfloat16"; None: that of config.json.
         model_class: the class of transformers that makes the model.
         attn_implementation: such as "sdpa" or "eager".
-        adapters: the options of peft's LoraConfig: the model is frozen, and adapters learn in its place.
+        adapters: the options of peft's LoraConfig: the model is frozen and left out of checkpoints, and adapters learn
+            in its place.
 
     Raises:
         ConfigurationError: transformers or peft is not installed, or the folder has no such model.
@@ -296,4 +298,4 @@ def _with_adapters(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
                     made = nn.Parameter(torch.empty_like(each, device="cpu"), requires_grad=each.requires_grad)
                     torch.utils.swap_tensors(each, made)
             layer.reset_lora_parameters("default", config.init_lora_weights)
-    return adapted
+    return leave_out_frozen(adapted)

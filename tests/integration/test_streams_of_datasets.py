@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def values(processes: list[Any]) -> list[Any]:
 def test_a_run_continues_with_the_next_example(loader: str, kind: str, workers: int, tmp_path: Path) -> None:
     made = lambda: LOADERS[loader](stream(kind), workers)  # noqa: E731
     whole = trained(made(), tmp_path / "whole")
-    passes = [sorted(sum(each, [])) for each in (whole[: len(whole) // 2], whole[len(whole) // 2 :])]
+    passes = [sorted(chain(*each)) for each in (whole[: len(whole) // 2], whole[len(whole) // 2 :])]
     assert passes == [list(range(EXAMPLES))] * 2
     if kind == "shuffled":
         assert whole[: len(whole) // 2] != whole[len(whole) // 2 :], "each pass has its own order"
@@ -111,7 +112,7 @@ def test_processes_that_split_a_stream_continue_as_well(loader: str, kind: str, 
 
     whole = values(in_processes(lambda rank: run(rank, "whole")))
     count = len(whole[0]) // 2
-    assert sorted(sum((each for rank in whole for each in rank[:count]), [])) == list(range(EXAMPLES))
+    assert sorted(chain(*(each for rank in whole for each in rank[:count]))) == list(range(EXAMPLES))
     for until in (2, count + 1):
         first = values(in_processes(lambda rank, until=until: run(rank, str(until), until=until)))
         then = values(in_processes(lambda rank, until=until: run(rank, str(until), resume="latest")))
