@@ -28,8 +28,8 @@ def leave_out_frozen(model: _Model) -> _Model:
     Returns:
         The model itself.
     """
-    model.register_state_dict_post_hook(_leave_out)
-    model.register_load_state_dict_post_hook(_do_not_miss)
+    model.register_state_dict_post_hook(_leave_out)  # type: ignore[no-untyped-call]  # of torch, as the next line
+    model.register_load_state_dict_post_hook(_do_not_miss)  # type: ignore[no-untyped-call]
     return model
 
 

@@ -13,7 +13,8 @@ import yaml
 
 from pulsetrain.configuration.assemble import assemble
 from pulsetrain.configuration.parse import read_config
-from pulsetrain.engine import Events, Every
+from pulsetrain.engine import Events, Every, pretrained
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.handlers import Checkpointer
 from tests.support.pretrained import saved, trainer_of
@@ -65,6 +66,34 @@ def test_a_configuration_names_the_folder(parallel: Any, tmp_path: Path) -> None
         return
     found = values(in_processes(lambda rank: run()))
     assert found == [(True, found[0][1])] * 2
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("layout", ["one", "shards"])
+def test_a_checkpoint_holds_adapters_alone(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = saved("llama", tmp_path / "model")
+
+    def run(name: str, resume: str | None = None, **config: Any) -> dict[str, Any]:
+        torch.manual_seed(0 if resume is None else 1)  # of the first values of adapters
+        model = pretrained(folder, adapters={"r": 2, "target_modules": ["q_proj"]})
+        saver = Checkpointer(tmp_path / name, Every(iterations=2))
+        trainer = trainer_of(folder, layout, saver, model=model, optimizer="adamw", **config)
+        trainer.train(resume=resume)
+        return whole(trainer.model)
+
+    def all_of(name: str, **options: Any) -> list[dict[str, Any]]:
+        if layout == "one":
+            return [run(name, **options)]
+        return values(in_processes(lambda rank: run(name, **options)))
+
+    expected = all_of("whole")
+    all_of("run", max_epochs=1)
+    (*_, newest) = CheckpointManager(tmp_path / "run" / "checkpoints").valid()
+    names = {name for name in expected[0] if "lora_" in name}
+    assert load_checkpoint(newest)["model"].keys() == names
+    for found in all_of("run", resume="latest"):
+        assert all(torch.equal(found[name], expected[0][name]) for name in found)
 
 
 @pytest.mark.parametrize(("first", "then"), [("shards", "shards"), ("tensor", "tensor"), ("shards", "one")])
