@@ -104,13 +104,13 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
                 handlers=[type(handler)],
             )
     handlers = list(handlers) if is_sharded(model) else []
-    by_clock = [each for each in handlers if isinstance(each, SampleText) and each.every and each.every.seconds]
-    if by_clock:
+    observed = [each for each in handlers if isinstance(each, SampleText) and each.every and each.every.seconds]
+    if observed:
         raise ConfigurationError(
             "all processes of a sharded model generate together, and their clocks differ; choose iterations, updates "
             "or epochs",
             "SampleText",
-            every=by_clock[0].every,
+            every=observed[0].every,
         )
     unfit = [each for each in handlers if _reads_wholes(each)]
     if unfit:

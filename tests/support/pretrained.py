@@ -14,7 +14,13 @@ from pulsetrain.engine import Topology, TorchBackend, pretrained
 from pulsetrain.engine.strategies import PretrainStrategy
 
 VOCABULARY = 32
-TOPOLOGIES = {"one": None, "copies": Topology(), "shards": Topology(shard=2), "tensor": Topology(tensor=2)}
+TOPOLOGIES = {
+    "one": None,
+    "copies": Topology(),
+    "shards": Topology(shard=2),
+    "offloaded": Topology(shard=2, offload=True),
+    "tensor": Topology(tensor=2),
+}
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1,

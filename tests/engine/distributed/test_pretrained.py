@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.ranks import in_processes
 
 transformers = pytest.importorskip("transformers")
 
+ROOT = Path(__file__).parents[3]
 FAMILIES = ["llama", "tied", "gpt2", "renamed", "scaled"]
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:]]
 
@@ -114,6 +116,20 @@ def test_the_type_of_the_weights_is_that_of_the_folder_or_the_one_that_is_chosen
         assert next(found.parameters()).dtype == (torch.bfloat16 if dtype is None else torch.float32)
 
 
+@pytest.mark.slow
+def test_shards_may_stay_in_the_memory_of_the_host(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    def body() -> tuple[int, list[float]]:
+        made = trainer_of(tmp_path, "offloaded")
+        return compared(made.model, expected), made.train()["train/loss"]
+
+    one, other = run("offloaded", body)
+    assert one == other
+    assert one[0] == len(tensors(expected))
+
+
 def test_an_optimizer_over_its_parameters_updates_them(tmp_path: Path) -> None:
     model = pretrained(saved("llama", tmp_path))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -196,6 +212,21 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match=f"there is no {file.name}"):
         pretrained(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "huggingface.md").read_text(), re.DOTALL)
+    saved("llama", tmp_path / "models" / "llama")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input_ids": torch.arange(16).reshape(2, 8)}] * 200
+
+    def body() -> int:
+        found: dict[str, Any] = {"loader": rows}
+        exec(code, found)
+        return int(found["trainer"].state.iteration)
+
+    assert run("shards", body) == [100, 100]
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
