@@ -20,6 +20,8 @@ TOPOLOGIES = {
     "shards": Topology(shard=2),
     "offloaded": Topology(shard=2, offload=True),
     "tensor": Topology(tensor=2),
+    "shards of tensor": Topology(shard=2, tensor=2),
+    "copies of shards": Topology(replicate=2, shard=2),
 }
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

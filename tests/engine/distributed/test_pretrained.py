@@ -31,7 +31,7 @@ def run(layout: str, body: Callable[[], Any]) -> list[Any]:
     """What each process returns."""
     if layout == "one":
         return [body()]
-    found = in_processes(lambda rank: body())
+    found = in_processes(lambda rank: body(), 4 if " of " in layout else 2)
     for each in found:
         assert each.error == "", each.error
     return [each.value for each in found]
@@ -60,7 +60,23 @@ def test_weights_have_the_bits_that_from_pretrained_gives_them(layout: str, fami
         count = compared(made.model, expected)
         return count, all(map(torch.isfinite, map(torch.tensor, made.train()["train/loss"])))
 
-    assert run(layout, body) == [(len(tensors(expected)), True)] * (1 if layout == "one" else 2)
+    assert set(run(layout, body)) == {(len(tensors(expected)), True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "tied"])
+@pytest.mark.parametrize("layout", ["shards of tensor", "copies of shards"])
+def test_four_processes(layout: str, family: str, tmp_path: Path) -> None:
+    saved(family, tmp_path)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    def body() -> tuple[int, list[float]]:
+        made = trainer_of(tmp_path, layout)
+        return compared(made.model, expected), made.train()["train/loss"]
+
+    first, *others = run(layout, body)
+    assert others == [first] * 3
+    assert first[0] == len(tensors(expected))
 
 
 @pytest.mark.parametrize(("layout", "share"), [("one", 1.0), ("shards", 0.5), ("tensor", 0.51)])
