@@ -100,13 +100,12 @@ def draws_from_a_buffer(loader: object) -> bool:
 
 
 def begin_stream(loader: object, number: int) -> None:
-    """Tell a stream which pass begins, as `set_epoch` of a sampler does, if it asks for that.
+    """Give a stream of the package datasets the number of the pass that begins: 1, 2, ...
 
-    Args:
-        number: 1, 2, ...
+    It shuffles each pass in another order, and does not use a state of another pass. Your own streams are left alone.
     """
     dataset = getattr(loader, "dataset", loader)
-    if isinstance(dataset, IterableDataset) and callable(set_epoch := getattr(dataset, "set_epoch", None)):
+    if hasattr(dataset, "_ex_iterable") and callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(number - 1)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, Every, SupervisedStrategy
-from pulsetrain.engine.data.loaders import draws_from_a_buffer
+from pulsetrain.engine.data.loaders import begin_stream, draws_from_a_buffer
 from pulsetrain.handlers import Checkpointer
 from tests.support.ranks import in_processes
 
@@ -125,3 +125,16 @@ def test_a_stream_that_draws_from_a_buffer_is_known() -> None:
         assert found == [False, False, True]
     both = datasets.interleave_datasets([stream("in order"), stream("shuffled")])
     assert draws_from_a_buffer(both.map(lambda row: row))
+
+
+def test_the_pass_is_given_to_streams_of_the_package_alone() -> None:
+    class Own(torch.utils.data.IterableDataset[int]):
+        epoch = 5
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    own, found = Own(), stream("shuffled")
+    for each in (own, found):
+        begin_stream(DataLoader(each), 3)
+    assert (own.epoch, found.epoch) == (5, 2)
