@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,9 @@ def test_the_pass_is_given_to_streams_of_the_package_alone() -> None:
 
         def set_epoch(self, epoch: int) -> None:
             self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
 
     own, found = Own(), stream("shuffled")
     for each in (own, found):
