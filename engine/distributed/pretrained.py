@@ -113,11 +113,9 @@ def fill(module: nn.Module, device: torch.device) -> None:
     if device.type == "meta":
         return
     found = _waiting_for(module)
-    done: set[int] = set()
     with torch.no_grad():
         for name, each in _tensors(module):
-            if each.is_meta and id(each) not in done and name in found:
-                done.add(id(each))  # of several names, the first
+            if each.is_meta and name in found:  # of several names, the first
                 made: Tensor = _read(found[name], each, device)
                 if isinstance(each, nn.Parameter):
                     made = nn.Parameter(made, requires_grad=each.requires_grad)
