@@ -100,13 +100,14 @@ class SampleText(Handler):
         """Sample at this engine's cadence and at the end of its run, in phase OBSERVE.
 
         Raises:
-            ConfigurationError: the engine's model cannot generate, and no `generate` was given.
+            ConfigurationError: the engine's model cannot generate, and no `generate` was given; or it is split along
+                the sequence.
             RecordingError: the engine is a replay without weights.
             RunFolderError: the folder cannot be written.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._generator(engine)
-            self._writes = ranks().is_main or not is_sharded(attribute(engine, "model", object))
+            self._writes = self._check_sharded(engine)
             if self._writes and (folder := self.folder) is not None:
                 make_folder("SampleText", folder / "samples")
                 FolderUse("SampleText", subscribe, lambda: folder)
@@ -115,6 +116,20 @@ class SampleText(Handler):
                 subscribe(reading_events(self.every), self._write, order=FIRST, on_error="warn")
             subscribe(Events.COMPLETED, self._write, order=FIRST, on_error="warn")
         return self
+
+    def _check_sharded(self, engine: Engine) -> bool:
+        """Whether this process writes the texts: all do where each has a model of its own."""
+        if not is_sharded(attribute(engine, "model", object)):
+            return True
+        topology = getattr(attribute(engine, "backend", object), "topology", None)
+        if topology is not None and topology.sequence_parallel:
+            raise ConfigurationError(
+                "not for models whose activations are split along the sequence, since the length of a text grows token "
+                "by token; leave SampleText out, or set sequence_parallel=False",
+                "SampleText",
+                sequence_parallel=True,
+            )
+        return ranks().is_main
 
     def summary(self) -> str:
         """The latest texts, for the end of the command's output; unprintable characters are escaped."""

@@ -26,7 +26,7 @@ SHARDS = {"shards": Topology(shard=2), "tensor": Topology(tensor=2)}
 class Letters(nn.Module):
     """Predicts each byte from the one before it."""
 
-    tensor_plan = {"inner": "colwise", "outer": "rowwise"}  # noqa: RUF012
+    tensor_plan = {"embedding": "sequence_split", "inner": "colwise", "outer": "rowwise"}  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +95,16 @@ def test_processes_that_would_not_sample_alike_are_refused(tmp_path: Path) -> No
         assert "rank 1 has other SampleTexts than rank 0" in others
         assert "rank 1 has other SampleTexts than rank 0" in fewer
         assert "their clocks differ" in clocks
+
+
+def test_a_model_that_is_split_along_the_sequence_is_refused() -> None:
+    def said(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            letters(Topology(tensor=2, sequence_parallel=True), SampleText("a"))
+        return str(refused.value)
+
+    for text in values(in_processes(said)):
+        assert text.startswith("SampleText(sequence_parallel=True): not for models")
 
 
 # of each process; those that compute one layer together have the same
