@@ -22,7 +22,7 @@ from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.pulse import SharedFlag
-from pulsetrain.engine.distributed.ranks import check_shared, is_sharded
+from pulsetrain.engine.distributed.ranks import check_shared, is_sharded, share_batches
 from pulsetrain.engine.distributed.shards import resharded
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -140,7 +140,9 @@ class Trainer(RunView):
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.backend: Backend = backend or TorchBackend()
-        check_shared("Trainer", model, train_loader, wraps=self.wraps_model and isinstance(self.backend, TorchBackend))
+        share_batches(self.backend.model_ranks)
+        whole = {} if self.backend.builds_model else model
+        check_shared("Trainer", whole, train_loader, wraps=self.wraps_model and isinstance(self.backend, TorchBackend))
         self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)

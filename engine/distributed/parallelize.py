@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pulsetrain.engine.distributed.ranks import is_shared, ranks
+from pulsetrain.engine.distributed.ranks import data_ranks, is_shared
 
 __all__ = ["DataParallelModule", "without_wrapper"]
 
@@ -37,7 +37,7 @@ class DataParallelModule:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.called = module
-        self.is_wrapped = ranks().world_size > 1 and not is_shared(module)
+        self.is_wrapped = data_ranks().world_size > 1 and not is_shared(module)
         if self.is_wrapped:
             self._wrap()
 

@@ -25,11 +25,13 @@ __all__ = [
     "Ranks",
     "agreed",
     "check_shared",
+    "data_ranks",
     "gives_all_ranks_the_same",
     "is_fully_sharded",
     "is_sharded",
     "is_shared",
     "ranks",
+    "share_batches",
 ]
 
 
@@ -58,6 +60,36 @@ def ranks() -> Ranks:
         return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     found = started()
     return Ranks(found.rank, found.world_size)
+
+
+_per_copy = 1  # processes that hold one copy of the model together
+
+
+def share_batches(per_copy: int) -> None:
+    """Let every so many neighbouring processes, which hold one copy of the model together, get the same batches.
+
+    Raises:
+        ConfigurationError: the number of processes is not a multiple.
+
+    >>> share_batches(1)
+    """
+    global _per_copy
+    world_size = ranks().world_size
+    if world_size % per_copy:
+        raise ConfigurationError(
+            f"{per_copy} processes hold one copy of the model, and {world_size} train; start a multiple of {per_copy}"
+        )
+    _per_copy = per_copy
+
+
+def data_ranks() -> Ranks:
+    """Whose batches this process gets, and how many share the data out; processes of one copy of a model are one here.
+
+    >>> data_ranks()
+    Ranks(rank=0, world_size=1)
+    """
+    found = ranks()
+    return Ranks(found.rank // _per_copy, found.world_size // _per_copy)
 
 
 def check_shared(place: str, model: object, loader: object = None, *, wraps: bool = False) -> None:
@@ -104,8 +136,9 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
             train_loader=type(loader),
             world_size=found.world_size,
         )
-    if gives_all_ranks_the_same(loader, found.world_size):
-        _check_divisible(loader, found.world_size)
+    shares = data_ranks().world_size
+    if shares > 1 and gives_all_ranks_the_same(loader, shares):
+        _check_divisible(loader, shares)
 
 
 def _check_divisible(loader: object, world_size: int) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
+from pulsetrain.engine.distributed.ranks import data_ranks
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.state.data_cursor import DataCursor
 
@@ -75,8 +76,12 @@ class RankShare:
 
     def of(self, batch: TrainingBatch, iteration: int) -> Share:
         """This rank's share of the global batch of an iteration; every rank asks at the same time."""
-        known, world = self._data.share(iteration), self._control.ranks.world_size
-        agreed = self._data.agreed
+        world = data_ranks().world_size
+        if world == 1:  # the processes hold one copy of the model together
+            size = float(batch.size)
+            totals = Totals(size, batch.samples, batch.tokens)
+            return Share(size, size or 1.0, lambda: totals, world, is_exact=True)
+        known, agreed = self._data.share(iteration), self._data.agreed
         own = batch.samples if known is None else known[0]
         if agreed is not None and agreed.is_repeated:
             own = 0
@@ -95,14 +100,17 @@ class RankShare:
 
     def _read(self, sums: Callable[[], Sequence[float]], agreed: AgreedPass | None) -> Totals:
         size, samples, tokens, having = sums()
+        copies = self._control.ranks.world_size // data_ranks().world_size
+        size, samples, tokens = size / copies, samples / copies, tokens / copies
         if agreed is not None:
             agreed.note(having)
         self.expected = size or self.expected
         return Totals(size, round(samples), round(tokens))
 
     def seed_generators(self, iteration: int) -> None:
-        """Draw what this step draws, for dropout and the like, from a stream of this rank and iteration.
+        """Draw what this step draws, for dropout and the like, from a stream of this rank of the data and iteration.
 
-        So ranks draw differently, and a checkpoint need not hold the generators of each.
+        So ranks draw differently, unless they hold one copy of the model, and a checkpoint need not hold the generators
+        of each.
         """
-        rng.seed_step(rng.derive(self._data.seed, self._control.ranks.rank, iteration))
+        rng.seed_step(rng.derive(self._data.seed, data_ranks().rank, iteration))

@@ -1,0 +1,209 @@
+"""Training steps of Megatron-Core's GPT models, whose layers several processes may hold together."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pulsetrain.engine.argument_checks import check_bool, check_whole_number
+from pulsetrain.engine.backends.megatron_models import MegatronGPT, build_gpt, without_advice
+from pulsetrain.engine.backends.megatron_shards import MegatronModel, show_wholes
+from pulsetrain.engine.backends.model_store import InPlaceStore
+from pulsetrain.engine.backends.torch import TorchBackend
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.distributed.joining import check_alike, join, join_alone
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.environment import version_of
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.optional import load_optional
+from pulsetrain.engine.step.backend import ModelStore, OptimizerRequest
+from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, Tree
+
+__all__ = ["MegatronBackend"]
+
+_NEEDS_CUDA = {
+    "pipeline": "Megatron's pipeline schedule receives activations on torch.cuda.current_device()",
+    "sequence_parallel": "Megatron's sequence parallelism gathers activations on torch.cuda.current_device()",
+    "distributed_optimizer": "Megatron's distributed optimizer keeps gradients on torch.cuda.current_device()",
+}
+
+
+class MegatronBackend(TorchBackend):
+    """GPT models of Megatron-Core, in place: the model of a Trainer is a `MegatronGPT`, which is built here.
+
+    With `tensor=2`, two processes hold each layer together: its heads, the width of its inner layer, and the tokens of
+    the embedding and of the loss are split over them (tensor parallelism). Both train on the same batches. Everything
+    else is as with `TorchBackend`: the optimizers are torch's.
+
+    Args:
+        device: "auto", "cpu", "cuda" ...
+        tensor: processes that hold each layer together.
+        pipeline: processes that hold different layers; only 1 is supported.
+        sequence_parallel: whether norms and dropout are split over the positions of a row; not supported.
+        distributed_optimizer: Megatron's own, which splits its state over copies of the model; not supported.
+        activation_checkpointing: names of the modules whose activations are computed again in the backward pass, as
+            "gpt.decoder.layers.*"; None leaves it to the configuration.
+
+    Raises:
+        ConfigurationError: megatron-core is not installed, or an argument is out of range or not supported.
+    """
+
+    builds_model = True
+
+    def __new__(  # the arguments of the constructor, which jsonargparse reads here
+        cls,
+        device: str | torch.device | None = None,
+        *,
+        tensor: int = 1,
+        pipeline: int = 1,
+        sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
+        activation_checkpointing: str | None = None,
+    ) -> Any:
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        *,
+        tensor: int = 1,
+        pipeline: int = 1,
+        sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
+        activation_checkpointing: str | None = None,
+    ) -> None:
+        for name, count in (("tensor", tensor), ("pipeline", pipeline)):
+            check_whole_number("MegatronBackend", name, count)
+        for name, chosen in (("sequence_parallel", sequence_parallel), ("distributed_optimizer", distributed_optimizer)):
+            check_bool("MegatronBackend", name, chosen)
+        wanted = {
+            "pipeline": pipeline if pipeline > 1 else None,
+            "sequence_parallel": sequence_parallel or None,
+            "distributed_optimizer": distributed_optimizer or None,
+        }
+        for name, value in wanted.items():
+            if value is not None:
+                raise ConfigurationError(
+                    f"{_NEEDS_CUDA[name]}, and is not supported here; leave it out", "MegatronBackend", **{name: value}
+                )
+        with without_advice():
+            load_optional("MegatronBackend", "megatron.core", "megatron")
+        self.tensor = self.model_ranks = tensor
+        self._seed, self._has_compared = 0, tensor == 1
+        super().__init__(device, activation_checkpointing=activation_checkpointing)
+
+    def _configure(self, settings: BackendSettings) -> None:
+        super()._configure(settings)
+        self._seed = settings.seed
+        unsupported: dict[str, object] = {}
+        if not self._plain:
+            unsupported["precision"] = self.requested_precision or settings.precision
+        if self.compile:
+            unsupported["compile"] = True
+        if unsupported:
+            raise ConfigurationError(
+                "not supported with Megatron's layers; leave it out, and for bfloat16 give the model that dtype",
+                "MegatronBackend",
+                **unsupported,
+            )
+
+    def environment(self) -> dict[str, object]:
+        """The version of megatron-core, and how many processes hold each layer, if several do."""
+        found = {**super().environment(), "megatron-core": version_of("megatron-core")}
+        return found if self.tensor == 1 else {**found, "tensor": self.tensor}
+
+    def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
+        """The model, built if it is described, and the optimizer over this process's part of it."""
+        module = self.build(model)
+        made = optimizer.build(module)
+        if is_sharded(module):
+            self._check_sharded(strategy, made)
+        return InPlaceStore(self, module, made)
+
+    def build(self, model: object) -> nn.Module:
+        """The module that a description describes, with weights drawn by the seed; one that is built is returned.
+
+        All processes call this. To load weights before the training, pass what it returns to the Trainer.
+
+        Raises:
+            ArgumentTypeError: it is neither a `MegatronGPT` nor a model that was built here.
+            ConfigurationError: the processes cannot share it out, or were given different ones.
+        """
+        if isinstance(model, MegatronModel):
+            return self.module_to_device(model)
+        if not isinstance(model, MegatronGPT):
+            raise ArgumentTypeError("needs a MegatronGPT, which it builds itself", "MegatronBackend", model=model)
+        model.check_split(self.tensor)
+        count = ranks().world_size
+        if count != self.tensor:
+            raise ConfigurationError(
+                f"trains one copy of the model, and there {'is' if count == 1 else 'are'} {count} "
+                f"process{'' if count == 1 else 'es'}; start as many as tensor says",
+                "MegatronBackend",
+                tensor=self.tensor,
+            )
+        check_alike(join(), {"model": model})
+        _make_groups(self.tensor)
+        with rng.seeded(self._seed):
+            gpt = build_gpt(model, self.tensor).to(self.device)
+        if self.tensor == 1:
+            show_wholes(gpt, None, None)
+        else:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            mesh = init_device_mesh(self.device.type, (self.tensor,), mesh_dim_names=("tensor",))
+            show_wholes(gpt, mesh, mesh.get_group())
+        return self.module_to_device(MegatronModel(gpt, model, is_split=self.tensor > 1))
+
+    def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
+        """The strategy's batch, on the device; the first one is compared over the processes of a copy.
+
+        Raises:
+            ConfigurationError: they were given different ones.
+        """
+        prepared = super().prepare_batch(batch, strategy)
+        if not self._has_compared:
+            self._has_compared = True
+            digests = [
+                zlib.crc32(each.cpu().contiguous().numpy().tobytes())
+                for each in tree_leaves((prepared.inputs, prepared.targets))
+                if isinstance(each, Tensor)
+            ]
+            check_alike(join(), {"the first batch, which processes that hold one model have to share": digests})
+        return prepared
+
+
+_made_in: object = None  # torch's default group, when Megatron's were made
+
+
+def _make_groups(tensor: int) -> None:
+    """Make Megatron's groups of processes, of which there is one set in a process.
+
+    Raises:
+        ConfigurationError: other code has made them, for other sizes.
+    """
+    global _made_in
+    with without_advice():
+        from megatron.core import parallel_state
+
+    join_alone()
+    world = torch.distributed.group.WORLD
+    if parallel_state.model_parallel_is_initialized():
+        if _made_in is None or _made_in is world:
+            made = parallel_state.get_tensor_model_parallel_world_size()
+            if made == tensor:
+                return
+            if _made_in is None:
+                raise ConfigurationError(
+                    f"megatron.core.parallel_state has been initialized with {made}; make the two equal",
+                    "MegatronBackend",
+                    tensor=tensor,
+                )
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=False)
+    _made_in = world

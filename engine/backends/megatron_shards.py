@@ -1,0 +1,172 @@
+"""A Megatron model whose parameters say which part of a whole they are, and its logits, split by tokens.
+
+Megatron computes with plain tensors, of which each process holds its part. Here they become DTensors: then the norm of
+gradients, optimizers, averages, digests and checkpoints know the whole, as they do of torch's own parallelism.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from pulsetrain.engine.arrays import on_host
+from pulsetrain.engine.data.sequences import IGNORED
+from pulsetrain.engine.distributed.shards import local
+from pulsetrain.engine.losses.checks import check_labels
+
+__all__ = ["MegatronModel", "SplitLogits", "show_wholes"]
+
+
+class MegatronModel(nn.Module):
+    """Megatron's GPTModel with the interface of a language model: tokens, and perhaps their positions, to logits.
+
+    Args:
+        gpt: Megatron's model.
+        description: what it was built from, which has `vocab_size` and `context`.
+        is_split: whether several processes hold it.
+    """
+
+    def __init__(self, gpt: nn.Module, description: Any, *, is_split: bool) -> None:
+        super().__init__()
+        self.gpt, self.config, self.is_split = gpt, description, is_split
+        self.context: int = description.context
+        self.register_state_dict_post_hook(_without_extra_state)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor | SplitLogits:
+        """The logits, shape (batch, length, vocabulary).
+
+        Args:
+            input_ids: shape (batch, length).
+            position_ids: where several documents share a row: they restart at 0 with each, and none sees another.
+        """
+        visible: Tensor | None = None
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        else:
+            document = (position_ids == 0).cumsum(1)
+            visible = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        logits: Tensor = self.gpt(input_ids, position_ids, visible)
+        return SplitLogits(logits) if self.is_split else logits
+
+
+class SplitLogits:
+    """Logits of which each process has those of its part of the vocabulary.
+
+    Args:
+        part: shape (..., tokens of this process).
+    """
+
+    def __init__(self, part: Tensor) -> None:
+        self.part = part
+        self._whole: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Those of all tokens, shape (..., vocabulary), gathered when this is first read, by all processes alike."""
+        if self._whole is None:
+            from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+            self._whole = gather_from_tensor_model_parallel_region(self.part)
+        return self._whole
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole logits."""
+        from megatron.core.parallel_state import get_tensor_model_parallel_world_size
+
+        return (*self.part.shape[:-1], self.part.shape[-1] * get_tensor_model_parallel_world_size())
+
+    def token_losses(self, targets: Tensor) -> Tensor:
+        """The cross entropy of each target in nats, in float32, without gathering the logits.
+
+        Raises:
+            ValueError: on the CPU: a target is not a token.
+        """
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        if on_host(targets):
+            check_labels("cross_entropy", self, targets, IGNORED)
+        # it writes the softmax into what it is given
+        copy = self.part.clone() if self.part.dtype is torch.float32 else self.part.float()
+        losses: Tensor = vocab_parallel_cross_entropy(copy, targets)
+        return losses
+
+
+def show_wholes(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
+    """Make each parameter a DTensor, of which Megatron's modules read this process's part, in place.
+
+    A weight that holds two layers, such as both inner layers of SwiGLU, gets a dimension of its own for them: as
+    Megatron stacks them, its part would not be a range of the rows of the whole.
+
+    Args:
+        model: Megatron's.
+        mesh: of the processes that hold it; None for one process, which keeps plain parameters.
+        group: of the same processes.
+    """
+    for module in model.modules():
+        stacked, summed = [], []
+        parameters = list(module.named_parameters(recurse=False))
+        for name, parameter in parameters:
+            if getattr(parameter, "partition_stride", 1) > 1:
+                stacked.append(name)
+            if mesh is not None and getattr(parameter, "sequence_parallel", False):
+                summed.append(name)
+            module.register_parameter(name, _whole(parameter, mesh))
+        if parameters and (mesh is not None or stacked):
+            names = tuple(name for name, _ in parameters)
+            module.__class__ = _reading_parts(type(module), names, tuple(stacked), tuple(summed), group)
+
+
+def _whole(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
+    held, stride = parameter.detach(), getattr(parameter, "partition_stride", 1)
+    if stride > 1:
+        held = held.unflatten(0, (stride, -1))
+    if mesh is not None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        is_part = getattr(parameter, "tensor_model_parallel", False)
+        placement = Shard(parameter.partition_dim + (stride > 1)) if is_part else Replicate()  # type: ignore[attr-defined]
+        held = DTensor.from_local(held, mesh, [placement], run_check=False)
+    return nn.Parameter(held, requires_grad=parameter.requires_grad)
+
+
+@cache
+def _reading_parts(
+    kind: type, names: tuple[str, ...], stacked: tuple[str, ...], summed: tuple[str, ...], group: ProcessGroup | None
+) -> type:
+    """The class with a property for each parameter, which gives what this process computes with.
+
+    Args:
+        stacked: those with a dimension for the layers that they hold.
+        summed: those of whose gradient each process computes a summand: it sees a part of each row.
+        group: over which these are added up.
+    """
+
+    def reader(name: str) -> property:
+        def read(module: nn.Module) -> Tensor:
+            parameter: Tensor = nn.Module.__getattr__(module, name)  # type: ignore[assignment]  # the registered one
+            held = local(parameter)
+            if name in summed and held.requires_grad:
+                held.register_hook(lambda gradient: _summed(gradient, group))
+            return held.flatten(0, 1) if name in stacked else held
+
+        return property(read)
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: reader(name) for name in names}})
+
+
+def _summed(gradient: Tensor, group: ProcessGroup | None) -> Tensor:
+    total = gradient.clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total
+
+
+def _without_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Leave out the empty entries that Megatron's layers keep for Transformer Engine."""
+    for name in [each for each in state if each.endswith("_extra_state") and state[each] is None]:
+        del state[name]
