@@ -151,14 +151,13 @@ class MegatronBackend(TorchBackend):
         _make_groups(self.tensor)
         with rng.seeded(self._seed):
             gpt = build_gpt(model, self.tensor).to(self.device)
-        if self.tensor == 1:
-            show_wholes(gpt, None, None)
-        else:
+        mesh = None
+        if self.tensor > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
             mesh = init_device_mesh(self.device.type, (self.tensor,), mesh_dim_names=("tensor",))
-            show_wholes(gpt, mesh, mesh.get_group())
-        return self.module_to_device(MegatronModel(gpt, model, is_split=self.tensor > 1))
+        show_wholes(gpt, mesh)
+        return self.module_to_device(MegatronModel(gpt, model, mesh))
 
     def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
         """The strategy's batch, on the device; the first one is compared over the processes of a copy.

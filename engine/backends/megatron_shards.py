@@ -28,12 +28,12 @@ class MegatronModel(nn.Module):
     Args:
         gpt: Megatron's model.
         description: what it was built from, which has `vocab_size` and `context`.
-        is_split: whether several processes hold it.
+        mesh: of the processes that hold it together; None for one.
     """
 
-    def __init__(self, gpt: nn.Module, description: Any, *, is_split: bool) -> None:
+    def __init__(self, gpt: nn.Module, description: Any, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self.gpt, self.config, self.is_split = gpt, description, is_split
+        self.gpt, self.config, self.mesh = gpt, description, mesh
         self.context: int = description.context
         self.register_state_dict_post_hook(_without_extra_state)
 
@@ -51,7 +51,7 @@ class MegatronModel(nn.Module):
             document = (position_ids == 0).cumsum(1)
             visible = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         logits: Tensor = self.gpt(input_ids, position_ids, visible)
-        return SplitLogits(logits) if self.is_split else logits
+        return logits if self.mesh is None else SplitLogits(logits, self.mesh)
 
 
 class SplitLogits:
@@ -59,27 +59,26 @@ class SplitLogits:
 
     Args:
         part: shape (..., tokens of this process).
+        mesh: of the processes.
     """
 
-    def __init__(self, part: Tensor) -> None:
-        self.part = part
+    def __init__(self, part: Tensor, mesh: DeviceMesh) -> None:
+        self.part, self._mesh = part, mesh
         self._whole: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
         """Those of all tokens, shape (..., vocabulary), gathered when this is first read, by all processes alike."""
         if self._whole is None:
-            from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+            from torch.distributed.tensor import DTensor, Shard
 
-            self._whole = gather_from_tensor_model_parallel_region(self.part)
+            self._whole = DTensor.from_local(self.part, self._mesh, [Shard(-1)], run_check=False).full_tensor()
         return self._whole
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the whole logits."""
-        from megatron.core.parallel_state import get_tensor_model_parallel_world_size
-
-        return (*self.part.shape[:-1], self.part.shape[-1] * get_tensor_model_parallel_world_size())
+        return (*self.part.shape[:-1], self.part.shape[-1] * self._mesh.size())
 
     def token_losses(self, targets: Tensor) -> Tensor:
         """The cross entropy of each target in nats, in float32, without gathering the logits.
@@ -97,7 +96,7 @@ class SplitLogits:
         return losses
 
 
-def show_wholes(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
+def show_wholes(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Make each parameter a DTensor, of which Megatron's modules read this process's part, in place.
 
     A weight that holds two layers, such as both inner layers of SwiGLU, gets a dimension of its own for them: as
@@ -106,8 +105,8 @@ def show_wholes(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup |
     Args:
         model: Megatron's.
         mesh: of the processes that hold it; None for one process, which keeps plain parameters.
-        group: of the same processes.
     """
+    group = None if mesh is None else mesh.get_group()
     for module in model.modules():
         stacked, summed = [], []
         parameters = list(module.named_parameters(recurse=False))
