@@ -79,7 +79,10 @@ class MegatronBackend(TorchBackend):
     ) -> None:
         for name, count in (("tensor", tensor), ("pipeline", pipeline)):
             check_whole_number("MegatronBackend", name, count)
-        for name, chosen in (("sequence_parallel", sequence_parallel), ("distributed_optimizer", distributed_optimizer)):
+        for name, chosen in (
+            ("sequence_parallel", sequence_parallel),
+            ("distributed_optimizer", distributed_optimizer),
+        ):
             check_bool("MegatronBackend", name, chosen)
         wanted = {
             "pipeline": pipeline if pipeline > 1 else None,

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pulsetrain.engine.arrays import on_host
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.distributed.shards import local
-from pulsetrain.engine.losses.checks import check_labels
+from pulsetrain.engine.losses.checks import check_labels, reject
 
 __all__ = ["MegatronModel", "SplitLogits", "show_wholes"]
 
@@ -35,7 +35,7 @@ class MegatronModel(nn.Module):
         super().__init__()
         self.gpt, self.config, self.mesh = gpt, description, mesh
         self.context: int = description.context
-        self.register_state_dict_post_hook(_without_extra_state)
+        self.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor | SplitLogits:
         """The logits, shape (batch, length, vocabulary).
@@ -44,6 +44,10 @@ class MegatronModel(nn.Module):
             input_ids: shape (batch, length).
             position_ids: where several documents share a row: they restart at 0 with each, and none sees another.
         """
+        if self.mesh is not None and on_host(input_ids):  # of a token that it does not know, the embedding gives zeros
+            wrong, last = (input_ids < 0) | (input_ids >= self.config.vocab_size), self.config.vocab_size - 1
+            remedy = "outside; use the model's own tokenizer"
+            reject("MegatronGPT", "input_ids", input_ids, wrong, f"needs tokens from 0 to {last}", remedy)
         visible: Tensor | None = None
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -118,7 +122,8 @@ def show_wholes(model: nn.Module, mesh: DeviceMesh | None) -> None:
             module.register_parameter(name, _whole(parameter, mesh))
         if parameters and (mesh is not None or stacked):
             names = tuple(name for name, _ in parameters)
-            module.__class__ = _reading_parts(type(module), names, tuple(stacked), tuple(summed), group)
+            kind: Any = type(module)
+            module.__class__ = _reading_parts(kind, names, tuple(stacked), tuple(summed), group)
 
 
 def _whole(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
@@ -136,7 +141,7 @@ def _whole(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
 
 @cache
 def _reading_parts(
-    kind: type, names: tuple[str, ...], stacked: tuple[str, ...], summed: tuple[str, ...], group: ProcessGroup | None
+    kind: Any, names: tuple[str, ...], stacked: tuple[str, ...], summed: tuple[str, ...], group: ProcessGroup | None
 ) -> type:
     """The class with a property for each parameter, which gives what this process computes with.
 

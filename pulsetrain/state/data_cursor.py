@@ -325,7 +325,9 @@ class DataCursor:
         if location is None or self._keyed is None:
             return None
         order = self._keyed[1].order
-        return order.share(location[1]) if order.ranks == data_ranks().world_size and order.samples is not None else None
+        return (
+            order.share(location[1]) if order.ranks == data_ranks().world_size and order.samples is not None else None
+        )
 
     def rows_at(self, location: tuple[int, int]) -> list[Any]:
         """The data set's indices of the batch at that location, of this rank."""

@@ -68,7 +68,9 @@ def test_llama_computes_the_logits_of_a_model_that_was_trained_here():
         model = MegatronBackend("cpu", tensor=2).build(describe_llama(theirs.config))
         with torch.no_grad():
             logits = model(texts(4, 16)).logits
-        return logits.tolist(), {name: each.tolist() for name, each in to_llama(model.state_dict(), model.config).items()}
+        return logits.tolist(), {
+            name: each.tolist() for name, each in to_llama(model.state_dict(), model.config).items()
+        }
 
     theirs = llama()
     for logits, state in together(run):
