@@ -1,0 +1,113 @@
+"""Runs of Megatron models: their events and logs, random numbers, guards and averages, as of any other model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulsetrain import verify
+from pulsetrain.engine import Events, Every, MegatronBackend, MegatronGPT
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers import EMA, EarlyStopping, Fingerprints, NaNGuard
+from tests.support.runs_of_megatron import (
+    GPT,
+    LLAMA,
+    alone,
+    apart,
+    make,
+    needs_megatron,
+    resuming,
+    together,
+    whole,
+)
+
+pytestmark = needs_megatron
+
+DROPPING = {**GPT, "dropout": 0.2}
+
+
+def dropping(run: Path, *handlers: Any, tensor: int) -> Any:
+    return resuming(run, GPT, *handlers, tensor=tensor, model=MegatronGPT(**DROPPING))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_with_dropout_resumes_and_is_verified_bit_for_bit(processes: int, tmp_path: Path):
+    def run(rank: int) -> Any:
+        first = dropping(tmp_path / "whole", Fingerprints(Every(updates=1)), tensor=processes)
+        first.train()
+        parts = dropping(tmp_path / "parts", Fingerprints(Every(updates=1)), tensor=processes)
+        parts.on(Events.ITERATION_COMPLETED(once=4))(lambda engine: engine.terminate(alike=True))
+        parts.train()
+        rest = dropping(tmp_path / "parts", Fingerprints(Every(updates=1)), tensor=processes)
+        rest.train(resume="latest")
+        found = verify(tmp_path / "whole", lambda at: dropping(at, Fingerprints(Every(updates=1)), tensor=processes))
+        return whole(first) == whole(rest), bool(found), str(found)
+
+    for equal, reproduced, text in together(run) if processes == 2 else [alone(run)]:
+        assert equal
+        assert reproduced, text
+
+
+def test_processes_of_one_copy_draw_the_same_dropout():
+    def run(rank: int) -> Any:
+        trainer = make(GPT, tensor=2, model=MegatronGPT(**DROPPING), max_epochs=1)
+        losses = trainer.train()["train/loss"]
+        copies = [each for each in trainer.model.parameters() if each.placements[0].is_replicate()]
+        return losses, [each.to_local().tolist() for each in copies]
+
+    one, other = together(run)
+    assert one == other
+
+
+def _events(log: EventLog) -> list[str]:
+    """Without those of one of several processes: saving, which rank 0 reports, and how long it waits for batches."""
+    return [each.event for each in log.read() if not each.event.startswith(("checkpoint_saved", "get_batch"))]
+
+
+def test_both_processes_record_the_same_run(tmp_path: Path):
+    def run(rank: int, folder: Path, tensor: int) -> None:
+        resuming(folder, GPT, Fingerprints(Every(updates=1)), tensor=tensor).train()
+
+    alone(lambda rank: run(rank, tmp_path / "one", 1))
+    together(lambda rank: run(rank, tmp_path / "two", 2))
+    one = _events(EventLog(tmp_path / "one"))
+    for rank in range(2):
+        log = EventLog(tmp_path / "two", rank)
+        assert log.verify() == []
+        assert _events(log) == one
+
+
+def test_handlers_act_in_both_processes_alike():
+    def run(rank: int) -> Any:
+        average = EMA(0.5)
+        trainer = make(GPT, average, NaNGuard(), EarlyStopping(patience=50), tensor=2, accumulate=2, max_epochs=2)
+        history = trainer.train()
+        with trainer.model_store.rollback():
+            trainer.stepper.discard()
+        return whole(trainer), history
+
+    def single(rank: int) -> Any:
+        trainer = make(GPT, EMA(0.5), NaNGuard(), EarlyStopping(patience=50), accumulate=2, max_epochs=2)
+        return trainer.train(), whole(trainer)
+
+    history, weights = alone(single)
+    for found, its in together(run):
+        assert apart(found, weights) < 1e-4
+        assert its["val/loss"] == pytest.approx(history["val/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_activations_are_computed_again_with_the_same_result(processes: int):
+    def run(rank: int, pattern: str | None) -> Any:
+        backend = MegatronBackend("cpu", tensor=processes, activation_checkpointing=pattern)
+        trainer = make(LLAMA, backend=backend, max_epochs=1)
+        trainer.train()
+        return whole(trainer)
+
+    def both(rank: int) -> bool:
+        return bool(run(rank, None) == run(rank, "gpt.decoder.layers.*"))
+
+    assert all(together(both) if processes == 2 else [alone(both)])
