@@ -17,7 +17,7 @@ from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.joining import check_alike, join, join_alone
-from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.distributed.ranks import data_ranks, is_sharded, share_batches
 from pulsetrain.engine.environment import version_of
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.optional import load_optional
@@ -37,8 +37,9 @@ class MegatronBackend(TorchBackend):
     """GPT models of Megatron-Core, in place: the model of a Trainer is a `MegatronGPT`, which is built here.
 
     With `tensor=2`, two processes hold each layer together: its heads, the width of its inner layer, and the tokens of
-    the embedding and of the loss are split over them (tensor parallelism). Both train on the same batches. Everything
-    else is as with `TorchBackend`: the optimizers are torch's.
+    the embedding and of the loss are split over them (tensor parallelism). Both train on the same batches. More
+    processes hold further copies, which share the batches out. Everything else is as with `TorchBackend`: the
+    optimizers are torch's.
 
     Args:
         device: "auto", "cpu", "cuda" ...
@@ -135,21 +136,14 @@ class MegatronBackend(TorchBackend):
 
         Raises:
             ArgumentTypeError: it is neither a `MegatronGPT` nor a model that was built here.
-            ConfigurationError: the processes cannot share it out, or were given different ones.
+            ConfigurationError: the processes cannot share it out, or were given different descriptions.
         """
         if isinstance(model, MegatronModel):
             return self.module_to_device(model)
         if not isinstance(model, MegatronGPT):
             raise ArgumentTypeError("needs a MegatronGPT, which it builds itself", "MegatronBackend", model=model)
         model.check_split(self.tensor)
-        count = ranks().world_size
-        if count != self.tensor:
-            raise ConfigurationError(
-                f"trains one copy of the model, and there {'is' if count == 1 else 'are'} {count} "
-                f"process{'' if count == 1 else 'es'}; start as many as tensor says",
-                "MegatronBackend",
-                tensor=self.tensor,
-            )
+        share_batches(self.tensor)
         check_alike(join(), {"model": model})
         _make_groups(self.tensor)
         with rng.seeded(self._seed):
@@ -158,12 +152,13 @@ class MegatronBackend(TorchBackend):
         if self.tensor > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            mesh = init_device_mesh(self.device.type, (self.tensor,), mesh_dim_names=("tensor",))
+            sizes = (data_ranks().world_size, self.tensor)
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("data", "tensor"))
         show_wholes(gpt, mesh)
         return self.module_to_device(MegatronModel(gpt, model, mesh))
 
     def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
-        """The strategy's batch, on the device; the first one is compared over the processes of a copy.
+        """The strategy's batch, on the device; the first one is compared over the processes of each copy.
 
         Raises:
             ConfigurationError: they were given different ones.
@@ -171,13 +166,20 @@ class MegatronBackend(TorchBackend):
         prepared = super().prepare_batch(batch, strategy)
         if not self._has_compared:
             self._has_compared = True
-            digests = [
-                zlib.crc32(each.cpu().contiguous().numpy().tobytes())
-                for each in tree_leaves((prepared.inputs, prepared.targets))
-                if isinstance(each, Tensor)
-            ]
-            check_alike(join(), {"the first batch, which processes that hold one model have to share": digests})
+            self._compare(prepared)
         return prepared
+
+    def _compare(self, batch: TrainingBatch) -> None:
+        tensors = [each for each in tree_leaves((batch.inputs, batch.targets)) if isinstance(each, Tensor)]
+        digests = join().gather([zlib.crc32(each.cpu().contiguous().numpy().tobytes()) for each in tensors])
+        others = [rank for rank, each in enumerate(digests) if each != digests[rank - rank % self.tensor]]
+        if others:
+            raise ConfigurationError(
+                f"the first batch of rank {others[0]} is not that of rank {others[0] - others[0] % self.tensor}, and "
+                "they hold one copy of the model together; give them the same loader, without a DistributedSampler",
+                "MegatronBackend",
+                tensor=self.tensor,
+            )
 
 
 _made_in: object = None  # torch's default group, when Megatron's were made

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from pulsetrain.engine.arrays import on_host
@@ -28,7 +28,7 @@ class MegatronModel(nn.Module):
     Args:
         gpt: Megatron's model.
         description: what it was built from, which has `vocab_size` and `context`.
-        mesh: of the processes that hold it together; None for one.
+        mesh: whose "tensor" are the processes that hold it together; None for one.
     """
 
     def __init__(self, gpt: nn.Module, description: Any, mesh: DeviceMesh | None) -> None:
@@ -55,7 +55,7 @@ class MegatronModel(nn.Module):
             document = (position_ids == 0).cumsum(1)
             visible = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         logits: Tensor = self.gpt(input_ids, position_ids, visible)
-        return logits if self.mesh is None else SplitLogits(logits, self.mesh)
+        return logits if self.mesh is None else SplitLogits(logits, self.mesh["tensor"])
 
 
 class SplitLogits:
@@ -63,7 +63,7 @@ class SplitLogits:
 
     Args:
         part: shape (..., tokens of this process).
-        mesh: of the processes.
+        mesh: of the processes that hold the others.
     """
 
     def __init__(self, part: Tensor, mesh: DeviceMesh) -> None:
@@ -103,27 +103,28 @@ class SplitLogits:
 def show_wholes(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Make each parameter a DTensor, of which Megatron's modules read this process's part, in place.
 
-    A weight that holds two layers, such as both inner layers of SwiGLU, gets a dimension of its own for them: as
-    Megatron stacks them, its part would not be a range of the rows of the whole.
+    Its gradients are averaged over the copies of the model. A weight that holds two layers, such as both inner layers
+    of SwiGLU, gets a dimension of its own for them: as Megatron stacks them, its part would not be a range of the rows
+    of the whole.
 
     Args:
         model: Megatron's.
-        mesh: of the processes that hold it; None for one process, which keeps plain parameters.
+        mesh: of all processes, with the dimensions "data", over which there are copies, and "tensor"; None where each
+            process holds a whole model, which keeps plain parameters.
     """
-    group = None if mesh is None else mesh.get_group()
     for module in model.modules():
         stacked, summed = [], []
         parameters = list(module.named_parameters(recurse=False))
         for name, parameter in parameters:
             if getattr(parameter, "partition_stride", 1) > 1:
                 stacked.append(name)
-            if mesh is not None and getattr(parameter, "sequence_parallel", False):
+            if getattr(parameter, "sequence_parallel", False):
                 summed.append(name)
             module.register_parameter(name, _whole(parameter, mesh))
         if parameters and (mesh is not None or stacked):
-            names = tuple(name for name, _ in parameters)
             kind: Any = type(module)
-            module.__class__ = _reading_parts(kind, names, tuple(stacked), tuple(summed), group)
+            names = tuple(name for name, _ in parameters)
+            module.__class__ = _reading_parts(kind, names, tuple(stacked), tuple(summed), mesh)
 
 
 def _whole(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
@@ -135,28 +136,32 @@ def _whole(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
 
         is_part = getattr(parameter, "tensor_model_parallel", False)
         placement = Shard(parameter.partition_dim + (stride > 1)) if is_part else Replicate()  # type: ignore[attr-defined]
-        held = DTensor.from_local(held, mesh, [placement], run_check=False)
+        held = DTensor.from_local(held, mesh, [Replicate(), placement], run_check=False)
     return nn.Parameter(held, requires_grad=parameter.requires_grad)
 
 
 @cache
 def _reading_parts(
-    kind: Any, names: tuple[str, ...], stacked: tuple[str, ...], summed: tuple[str, ...], group: ProcessGroup | None
+    kind: Any, names: tuple[str, ...], stacked: tuple[str, ...], summed: tuple[str, ...], mesh: DeviceMesh | None
 ) -> type:
     """The class with a property for each parameter, which gives what this process computes with.
 
     Args:
         stacked: those with a dimension for the layers that they hold.
-        summed: those of whose gradient each process computes a summand: it sees a part of each row.
-        group: over which these are added up.
+        summed: those of whose gradient each process of a copy computes a summand: it sees a part of each row.
+        mesh: over whose "tensor" these are added up, and over whose "data" all gradients are averaged.
     """
+    copies = 1 if mesh is None else mesh["data"].size()
 
     def reader(name: str) -> property:
         def read(module: nn.Module) -> Tensor:
             parameter: Tensor = nn.Module.__getattr__(module, name)  # type: ignore[assignment]  # the registered one
             held = local(parameter)
-            if name in summed and held.requires_grad:
-                held.register_hook(lambda gradient: _summed(gradient, group))
+            if mesh is not None and held.requires_grad:
+                if name in summed:
+                    held.register_hook(lambda gradient: _added(gradient, mesh["tensor"]))
+                if copies > 1:
+                    held.register_hook(lambda gradient: _added(gradient, mesh["data"]).div_(copies))
             return held.flatten(0, 1) if name in stacked else held
 
         return property(read)
@@ -164,9 +169,9 @@ def _reading_parts(
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: reader(name) for name in names}})
 
 
-def _summed(gradient: Tensor, group: ProcessGroup | None) -> Tensor:
-    total = gradient.clone()
-    torch.distributed.all_reduce(total, group=group)
+def _added(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
+    total = gradient.clone()  # others may have the same gradient
+    torch.distributed.all_reduce(total, group=mesh.get_group())
     return total
 
 

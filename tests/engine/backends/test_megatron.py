@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from pulsetrain.engine import Events
-from tests.support.runs_of_megatron import GPT, LLAMA, alone, apart, make, needs_megatron, together, whole
+from tests.support.runs_of_megatron import GPT, LLAMA, alone, apart, make, needs_megatron, texts, together, whole
 
 pytestmark = needs_megatron
 
@@ -16,9 +17,33 @@ KINDS = {"gpt": GPT, "llama": LLAMA}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("float64", 1e-6)])
+@pytest.mark.slow
 def test_two_processes_learn_in_50_steps_what_one_learns(kind: str, dtype: str, bound: float):
+    compare(kind, dtype, bound, 50, tensor=2, processes=2)
+
+
+def test_two_processes_learn_in_a_few_steps_what_one_learns():
+    compare("llama", "float64", 1e-6, 6, tensor=2, processes=2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_copies_share_the_batches_out(kind: str, accumulate: int):
+    compare(kind, "float32", 1e-4, 8, tensor=1, processes=2, accumulate=accumulate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_copies_of_two_processes_learn_what_one_learns(kind: str, accumulate: int):
+    compare(kind, "float32", 1e-4, 8, tensor=2, processes=4, accumulate=accumulate)
+
+
+def compare(kind: str, dtype: str, bound: float, steps: int, *, tensor: int, processes: int, **config: Any) -> None:
     def run(rank: int, tensor: int) -> dict[str, Any]:
-        trainer = make(KINDS[kind], tensor=tensor, dtype=dtype, max_epochs=None, max_iterations=50, learning_rate=1e-3)
+        data = DataLoader(texts(20), 8, shuffle=True)  # the last batch has 4 rows
+        settings = {"max_epochs": None, "max_iterations": steps, "learning_rate": 1e-3, **config}
+        trainer = make(KINDS[kind], tensor=tensor, dtype=dtype, data=data, **settings)
         norms, losses = [], []
         trainer.on(Events.GRADIENTS_READY)(lambda engine, event: norms.append(float(event.payload.grad_norm)))
         trainer.on(Events.METRICS_LOGGED)(lambda engine, event: losses.append(event.payload.metrics["train/loss"]))
@@ -30,8 +55,8 @@ def test_two_processes_learn_in_50_steps_what_one_learns(kind: str, dtype: str, 
         }  # fmt: skip
 
     one = alone(lambda rank: run(rank, 1))
-    for each in together(lambda rank: run(rank, 2)):
-        assert each["counts"] == one["counts"] == (400, 6400, 50)
+    for each in together(lambda rank: run(rank, tensor), processes):
+        assert each["counts"] == one["counts"]
         assert apart(each["weights"], one["weights"]) < bound
         for name in ("norms", "losses", "val"):
             assert max(abs(a - b) for a, b in zip(each[name], one[name], strict=True)) < bound

@@ -20,7 +20,7 @@ KINDS = {"gpt": GPT, "llama": LLAMA}
 
 
 def run_on(processes: int, body: Any) -> list[Any]:
-    return together(body) if processes == 2 else [alone(body)]
+    return [alone(body)] if processes == 1 else together(body, processes)
 
 
 def _whole_of(value: Any) -> Any:
@@ -34,6 +34,7 @@ def _states(trainer: Any) -> dict[str, Any]:
     return {"weights": whole(trainer), "optimizer": _whole_of(trainer.optimizer.state_dict()["state"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_stopped_resumes_bit_for_bit(kind: str, processes: int, tmp_path: Path):
@@ -50,16 +51,24 @@ def test_a_run_that_was_stopped_resumes_bit_for_bit(kind: str, processes: int, t
     assert run_on(processes, lambda rank: run(rank, tmp_path / "parts", resume="latest")) == expected
 
 
+# processes, and how many of them hold one copy together
+ON = {"one": (1, 1), "two": (2, 2), "copies": (2, 1), "four": (4, 2)}
+OTHERS = [("one", "two"), ("two", "one"), ("copies", "two"), ("two", "copies")]
+MORE = [pytest.param(a, b, marks=pytest.mark.slow) for a, b in (("four", "one"), ("four", "two"), ("one", "four"))]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_a_checkpoint_resumes_on_another_number_of_processes(first: int, second: int, kind: str, tmp_path: Path):
+@pytest.mark.parametrize(("saves", "loads"), [*OTHERS, *MORE])
+def test_a_checkpoint_resumes_on_another_number_of_processes(saves: str, loads: str, kind: str, tmp_path: Path):
+    (first, tensor), (second, other) = ON[saves], ON[loads]
+
     def saved(rank: int) -> Any:
-        trainer = resuming(tmp_path, KINDS[kind], tensor=first, max_epochs=1)
+        trainer = resuming(tmp_path, KINDS[kind], tensor=tensor, max_epochs=1)
         trainer.train()
         return _states(trainer)
 
     def resumed(rank: int) -> Any:
-        trainer = resuming(tmp_path, KINDS[kind], tensor=second, max_epochs=2)
+        trainer = resuming(tmp_path, KINDS[kind], tensor=other, max_epochs=2)
         trainer.load_checkpoint(tmp_path)
         states = _states(trainer)
         return states, trainer.train()["train/loss"]

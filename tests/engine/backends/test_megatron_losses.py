@@ -45,7 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[] if each == "sft" else pytest.mark.slow) for each in CASES]
+)
 def test_two_processes_learn_what_one_learns(case: str, kind: dict[str, Any]):
     chosen = CASES[case]
 
