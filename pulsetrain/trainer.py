@@ -22,7 +22,7 @@ from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.pulse import SharedFlag
-from pulsetrain.engine.distributed.ranks import check_shared, is_sharded, share_batches
+from pulsetrain.engine.distributed.ranks import check_shared, is_sharded
 from pulsetrain.engine.distributed.shards import resharded
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -140,9 +140,9 @@ class Trainer(RunView):
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.backend: Backend = backend or TorchBackend()
-        share_batches(self.backend.model_ranks)
+        wraps = self.wraps_model and isinstance(self.backend, TorchBackend)
         whole = {} if self.backend.builds_model else model
-        check_shared("Trainer", whole, train_loader, wraps=self.wraps_model and isinstance(self.backend, TorchBackend))
+        check_shared("Trainer", whole, train_loader, wraps=wraps, shares=self.backend.data_rank.count)
         self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
@@ -152,6 +152,7 @@ class Trainer(RunView):
             chosen=config.seed is not None,
             control=self.agreement.control,
             same_number="" if self.wraps_model else "the body of a Loop would count one that is repeated",
+            rank=self.backend.data_rank,
         )
         self.agreement.check_alike(config, model, self.strategy, train_loader, self.backend.device)
         with self.agreement.explained("giving the model to all processes"):

@@ -12,12 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.backends.megatron_models import MegatronGPT, build_gpt, without_advice
-from pulsetrain.engine.backends.megatron_shards import MegatronModel, show_wholes
+from pulsetrain.engine.backends.megatron_shards import COPIES, MegatronModel, show_wholes
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.joining import check_alike, join, join_alone
-from pulsetrain.engine.distributed.ranks import data_ranks, is_sharded, share_batches
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.topology import TENSOR, Topology
 from pulsetrain.engine.environment import version_of
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.optional import load_optional
@@ -97,9 +98,9 @@ class MegatronBackend(TorchBackend):
                 )
         with without_advice():
             load_optional("MegatronBackend", "megatron.core", "megatron")
-        self.tensor = self.model_ranks = tensor
+        self.tensor = tensor
         self._seed, self._has_compared = 0, tensor == 1
-        super().__init__(device, activation_checkpointing=activation_checkpointing)
+        super().__init__(device, activation_checkpointing=activation_checkpointing, topology=Topology(tensor=tensor))
 
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
@@ -143,7 +144,7 @@ class MegatronBackend(TorchBackend):
         if not isinstance(model, MegatronGPT):
             raise ArgumentTypeError("needs a MegatronGPT, which it builds itself", "MegatronBackend", model=model)
         model.check_split(self.tensor)
-        share_batches(self.tensor)
+        copies = self.data_rank.count
         check_alike(join(), {"model": model})
         _make_groups(self.tensor)
         with rng.seeded(self._seed):
@@ -152,9 +153,8 @@ class MegatronBackend(TorchBackend):
         if self.tensor > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            sizes = (data_ranks().world_size, self.tensor)
-            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("data", "tensor"))
-        show_wholes(gpt, mesh)
+            mesh = init_device_mesh(self.device.type, (copies, self.tensor), mesh_dim_names=(COPIES, TENSOR))
+            show_wholes(gpt, mesh)
         return self.module_to_device(MegatronModel(gpt, model, mesh))
 
     def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:

@@ -85,7 +85,7 @@ def to_llama(state: Mapping[str, Tensor], description: MegatronGPT) -> dict[str,
         rows = whole[mine + _QKV].unflatten(0, (groups, each + 2, width))
         parts = rows[:, :each].flatten(0, 2), rows[:, each].flatten(0, 1), rows[:, each + 1].flatten(0, 1)
         made |= dict(zip((theirs + name for name in _HEADS), parts, strict=True))
-        made |= dict(zip((theirs + name for name in _INNER), whole[mine + _GATED].unbind(), strict=True))
+        made |= dict(zip((theirs + name for name in _INNER), whole[mine + _GATED].chunk(2), strict=True))
     return made
 
 
@@ -110,7 +110,7 @@ def from_llama(state: Mapping[str, Tensor], description: MegatronGPT) -> dict[st
     for mine, theirs in _layers(description):
         rows = [state[theirs + name].unflatten(0, (groups, -1, width)) for name in _HEADS]
         made[mine + _QKV] = torch.cat(rows, dim=1).flatten(0, 2)
-        made[mine + _GATED] = torch.stack([state[theirs + name] for name in _INNER])
+        made[mine + _GATED] = torch.cat([state[theirs + name] for name in _INNER])
     return made
 
 

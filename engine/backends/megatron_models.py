@@ -88,8 +88,6 @@ class MegatronGPT:
             raise refused(self, "needs a multiple of {groups}", "heads", "groups")
         if self.positions == "rotary" and self.hidden // self.heads % 2:
             raise refused(self, "rotary positions need an even width of each of the {heads}", "hidden", "heads")
-        if self.gated and self.bias:
-            raise refused(self, "a gated layer has no bias here; set bias=False", "bias")
 
     @property
     def inner(self) -> int:

@@ -17,9 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from pulsetrain.engine.arrays import on_host
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.distributed.shards import local
+from pulsetrain.engine.distributed.topology import TENSOR
 from pulsetrain.engine.losses.checks import check_labels, reject
 
-__all__ = ["MegatronModel", "SplitLogits", "show_wholes"]
+__all__ = ["COPIES", "MegatronModel", "SplitLogits", "show_wholes"]
+
+COPIES = "replicate"  # the dimension of a mesh over which there are copies of the model
 
 
 class MegatronModel(nn.Module):
@@ -28,7 +31,7 @@ class MegatronModel(nn.Module):
     Args:
         gpt: Megatron's model.
         description: what it was built from, which has `vocab_size` and `context`.
-        mesh: whose "tensor" are the processes that hold it together; None for one.
+        mesh: whose TENSOR are the processes that hold it together; None for one.
     """
 
     def __init__(self, gpt: nn.Module, description: Any, mesh: DeviceMesh | None) -> None:
@@ -55,7 +58,7 @@ class MegatronModel(nn.Module):
             document = (position_ids == 0).cumsum(1)
             visible = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         logits: Tensor = self.gpt(input_ids, position_ids, visible)
-        return logits if self.mesh is None else SplitLogits(logits, self.mesh["tensor"])
+        return logits if self.mesh is None else SplitLogits(logits, self.mesh[TENSOR])
 
 
 class SplitLogits:
@@ -100,69 +103,61 @@ class SplitLogits:
         return losses
 
 
-def show_wholes(model: nn.Module, mesh: DeviceMesh | None) -> None:
+def show_wholes(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make each parameter a DTensor, of which Megatron's modules read this process's part, in place.
 
-    Its gradients are averaged over the copies of the model. A weight that holds two layers, such as both inner layers
-    of SwiGLU, gets a dimension of its own for them: as Megatron stacks them, its part would not be a range of the rows
-    of the whole.
+    Its gradients are averaged over the copies of the model.
 
     Args:
         model: Megatron's.
-        mesh: of all processes, with the dimensions "data", over which there are copies, and "tensor"; None where each
-            process holds a whole model, which keeps plain parameters.
+        mesh: of all processes, with the dimensions COPIES and TENSOR.
     """
     for module in model.modules():
-        stacked, summed = [], []
         parameters = list(module.named_parameters(recurse=False))
         for name, parameter in parameters:
-            if getattr(parameter, "partition_stride", 1) > 1:
-                stacked.append(name)
-            if getattr(parameter, "sequence_parallel", False):
-                summed.append(name)
             module.register_parameter(name, _whole(parameter, mesh))
-        if parameters and (mesh is not None or stacked):
+        if parameters:
+            summed = tuple(name for name, each in parameters if getattr(each, "sequence_parallel", False))
             kind: Any = type(module)
-            names = tuple(name for name, _ in parameters)
-            module.__class__ = _reading_parts(kind, names, tuple(stacked), tuple(summed), mesh)
+            module.__class__ = _reading_parts(kind, tuple(name for name, _ in parameters), summed, mesh)
 
 
-def _whole(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
-    held, stride = parameter.detach(), getattr(parameter, "partition_stride", 1)
-    if stride > 1:
-        held = held.unflatten(0, (stride, -1))
-    if mesh is not None:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+def _whole(parameter: Any, mesh: DeviceMesh) -> nn.Parameter:
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-        is_part = getattr(parameter, "tensor_model_parallel", False)
-        placement = Shard(parameter.partition_dim + (stride > 1)) if is_part else Replicate()  # type: ignore[attr-defined]
-        held = DTensor.from_local(held, mesh, [Replicate(), placement], run_check=False)
-    return nn.Parameter(held, requires_grad=parameter.requires_grad)
+    placement: Placement = Replicate()
+    held, shape = parameter.detach(), list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        split, layers = parameter.partition_dim, parameter.partition_stride  # both layers of SwiGLU are one weight
+        placement = Shard(split) if layers == 1 else _StridedShard(split, split_factor=layers)
+        shape[split] *= mesh[TENSOR].size()
+    whole = torch.empty(shape, device="meta")
+    made = DTensor.from_local(
+        held, mesh, [Replicate(), placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 @cache
-def _reading_parts(
-    kind: Any, names: tuple[str, ...], stacked: tuple[str, ...], summed: tuple[str, ...], mesh: DeviceMesh | None
-) -> type:
+def _reading_parts(kind: Any, names: tuple[str, ...], summed: tuple[str, ...], mesh: DeviceMesh) -> type:
     """The class with a property for each parameter, which gives what this process computes with.
 
     Args:
-        stacked: those with a dimension for the layers that they hold.
         summed: those of whose gradient each process of a copy computes a summand: it sees a part of each row.
-        mesh: over whose "tensor" these are added up, and over whose "data" all gradients are averaged.
+        mesh: over whose TENSOR these are added up, and over whose COPIES all gradients are averaged.
     """
-    copies = 1 if mesh is None else mesh["data"].size()
+    copies = mesh[COPIES].size()
 
     def reader(name: str) -> property:
         def read(module: nn.Module) -> Tensor:
             parameter: Tensor = nn.Module.__getattr__(module, name)  # type: ignore[assignment]  # the registered one
             held = local(parameter)
-            if mesh is not None and held.requires_grad:
-                if name in summed:
-                    held.register_hook(lambda gradient: _added(gradient, mesh["tensor"]))
-                if copies > 1:
-                    held.register_hook(lambda gradient: _added(gradient, mesh["data"]).div_(copies))
-            return held.flatten(0, 1) if name in stacked else held
+            if name in summed and held.requires_grad:
+                held.register_hook(lambda gradient: _added(gradient, mesh[TENSOR]))
+            if copies > 1 and held.requires_grad:
+                held.register_hook(lambda gradient: _added(gradient, mesh[COPIES]).div_(copies))
+            return held
 
         return property(read)
 

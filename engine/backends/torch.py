@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
+from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
@@ -53,6 +54,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass instead
             of kept, as "blocks.*"; None leaves it to the configuration.
         topology: how several processes share the model out; by default each has a copy of it.
+        tensor_plan: which layers `Topology(tensor=2)` splits, and how; by default the model's own plan.
         functional: compute with values, by torch.func.
 
     Raises:
@@ -77,6 +79,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         compile: bool = False,
         activation_checkpointing: str | None = None,
         topology: Topology | None = None,
+        tensor_plan: TensorPlan | None = None,
         functional: bool = False,
     ) -> Any:
         if not functional or cls is not TorchBackend:
@@ -88,6 +91,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             compile=compile,
             activation_checkpointing=activation_checkpointing,
             topology=topology,
+            tensor_plan=tensor_plan,
         )
 
     def _configure(self, settings: BackendSettings) -> None:
@@ -133,7 +137,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     def _shard(self, module: nn.Module, optimizer: OptimizerRequest) -> None:
         """Split the module over the processes, and point optimizers at the shards that the user has made before."""
         whole = dict(module.named_parameters(remove_duplicate=False))
-        shard_module(module, self.topology, self.device)
+        shard_module(module, self.topology, self.device, self.tensor_plan)
         shards = dict(module.named_parameters(remove_duplicate=False))
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             point_at(optimizer.chosen, {each: shards[name] for name, each in whole.items()})

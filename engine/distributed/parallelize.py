@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pulsetrain.engine.distributed.ranks import data_ranks, is_sharded, is_shared
+from pulsetrain.engine.distributed.ranks import is_shared, ranks
 
 __all__ = ["DataParallelModule", "without_wrapper"]
 
@@ -37,8 +37,7 @@ class DataParallelModule:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.called = module
-        # one that is sharded averages its gradients itself
-        self.is_wrapped = data_ranks().world_size > 1 and not is_shared(module) and not is_sharded(module)
+        self.is_wrapped = ranks().world_size > 1 and not is_shared(module)
         if self.is_wrapped:
             self._wrap()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed
@@ -22,16 +23,15 @@ from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = [
+    "DataRank",
     "Ranks",
     "agreed",
     "check_shared",
-    "data_ranks",
     "gives_all_ranks_the_same",
     "is_fully_sharded",
     "is_sharded",
     "is_shared",
     "ranks",
-    "share_batches",
 ]
 
 
@@ -45,6 +45,15 @@ class Ranks(NamedTuple):
     def is_main(self) -> bool:
         """Whether this is the process that saves, logs and draws for all."""
         return self.rank == 0
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """This process among those that train different samples: several may compute the same ones together."""
+
+    rank: int = 0
+    count: int = 1
+    leads: bool = True  # whether it counts for those that compute the same samples
 
 
 def ranks() -> Ranks:
@@ -62,37 +71,9 @@ def ranks() -> Ranks:
     return Ranks(found.rank, found.world_size)
 
 
-_per_copy = 1  # processes that hold one copy of the model together
-
-
-def share_batches(per_copy: int) -> None:
-    """Let every so many neighbouring processes, which hold one copy of the model together, get the same batches.
-
-    Raises:
-        ConfigurationError: the number of processes is not a multiple.
-
-    >>> share_batches(1)
-    """
-    global _per_copy
-    world_size = ranks().world_size
-    if world_size % per_copy:
-        raise ConfigurationError(
-            f"{per_copy} processes hold one copy of the model, and {world_size} train; start a multiple of {per_copy}"
-        )
-    _per_copy = per_copy
-
-
-def data_ranks() -> Ranks:
-    """Whose batches this process gets, and how many share the data out; processes of one copy of a model are one here.
-
-    >>> data_ranks()
-    Ranks(rank=0, world_size=1)
-    """
-    found = ranks()
-    return Ranks(found.rank // _per_copy, found.world_size // _per_copy)
-
-
-def check_shared(place: str, model: object, loader: object = None, *, wraps: bool = False) -> None:
+def check_shared(
+    place: str, model: object, loader: object = None, *, wraps: bool = False, shares: int | None = None
+) -> None:
     """Refuse a model of which each process would train its own copy, or save its own part, and data not to be shared.
 
     Args:
@@ -100,6 +81,7 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
         model: a module, or several by name.
         loader: of the training data, whose batches the processes share out.
         wraps: whether the caller wraps a single module itself.
+        shares: of a batch; by default, each process gets one.
 
     Raises:
         ConfigurationError: several processes train together, and a module is sharded, or learns and is not wrapped, or
@@ -136,7 +118,7 @@ def check_shared(place: str, model: object, loader: object = None, *, wraps: boo
             train_loader=type(loader),
             world_size=found.world_size,
         )
-    shares = data_ranks().world_size
+    shares = shares or found.world_size
     if shares > 1 and gives_all_ranks_the_same(loader, shares):
         _check_divisible(loader, shares)
 
@@ -178,7 +160,7 @@ def is_shared(model: object) -> bool:
         return False
     learns = any(parameter.requires_grad for parameter in model.parameters())
     wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    return not learns or wrapped or is_fully_sharded(model)
+    return not learns or wrapped or is_sharded(model)
 
 
 def is_fully_sharded(model: object) -> bool:

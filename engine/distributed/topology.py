@@ -1,4 +1,4 @@
-"""How the processes share one model out: copies of it, shards of it, or copies of shards."""
+"""How the processes share one model out: copies of it, shards of it, and layers that several of them compute."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pulsetrain.engine.argument_checks import check_bool, is_whole
-from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.argument_checks import check_bool, check_whole_number, is_whole
+from pulsetrain.engine.distributed.ranks import DataRank, Ranks, ranks
 from pulsetrain.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Topology"]
+__all__ = ["TENSOR", "Topology"]
+
+TENSOR = "tensor"  # the dimension of a mesh whose processes compute each layer together
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -24,11 +26,14 @@ class Topology:
     """A mesh of processes: `replicate` copies of the model, each in `shard` parts.
 
     With `shard=1` every process has the whole model (DistributedDataParallel). With more, weights, gradients and the
-    optimizer's state are split over the processes, and gathered layer by layer while they compute (FSDP2).
+    optimizer's state are split over the processes, and gathered layer by layer while they compute (FSDP2). With
+    `tensor` above 1, that many neighbouring processes compute each layer of the plan together, on the same batches.
 
     Args:
         replicate: copies; -1: as many as there are processes for.
         shard: processes that share one copy; -1: all that are left.
+        tensor: processes that compute each layer together (tensor parallelism).
+        sequence_parallel: with `tensor`, what lies between those layers is split along the sequence.
         param_dtype: sharded models compute in this type, "bfloat16" or "float16", and keep their weights in the one
             that they have; None: in that one.
         reduce_dtype: the type in which sharded gradients are averaged; None: the type they have.
@@ -37,12 +42,14 @@ class Topology:
     Raises:
         ConfigurationError: a number is neither positive nor -1, both are -1, or a type is unknown.
 
-    >>> Topology(shard=2).sizes(8), Topology().sizes(8)
-    ((4, 2), (8, 1))
+    >>> Topology(shard=2).sizes(8), Topology().sizes(8), Topology(shard=2, tensor=2).sizes(8)
+    ((4, 2), (8, 1), (2, 2))
     """
 
     replicate: int = -1
     shard: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     offload: bool = False
@@ -52,6 +59,7 @@ class Topology:
             value = getattr(self, name)
             if not is_whole(value) or (value < 1 and value != -1):
                 raise ConfigurationError("needs a whole number of at least 1, or -1", "Topology", **{name: value})
+        check_whole_number("Topology", "tensor", self.tensor)
         if self.replicate == self.shard == -1:
             raise ConfigurationError("-1 is what is left; give one of the two", "Topology", replicate=-1, shard=-1)
         for name in ("param_dtype", "reduce_dtype"):
@@ -59,6 +67,14 @@ class Topology:
             if value is not None and value not in _DTYPES:
                 raise ConfigurationError(f"needs one of {', '.join(_DTYPES)}, or None", "Topology", **{name: value})
         check_bool("Topology", "offload", self.offload)
+        check_bool("Topology", "sequence_parallel", self.sequence_parallel)
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigurationError(
+                "splits what lies between layers that several processes compute; set tensor=2 or more",
+                "Topology",
+                sequence_parallel=True,
+                tensor=1,
+            )
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """How many copies there are, and in how many parts each.
@@ -66,7 +82,7 @@ class Topology:
         Raises:
             ConfigurationError: so many processes do not fit.
         """
-        known = max(self.replicate, 1) * max(self.shard, 1)
+        known = max(self.replicate, 1) * max(self.shard, 1) * self.tensor
         fits = world_size % known == 0 if -1 in (self.replicate, self.shard) else world_size == known
         if not fits:
             raise ConfigurationError(
@@ -75,16 +91,29 @@ class Topology:
                 "Topology",
                 replicate=self.replicate,
                 shard=self.shard,
+                **({"tensor": self.tensor} if self.tensor > 1 else {}),
             )
         replicate = world_size // known if self.replicate == -1 else self.replicate
-        return replicate, world_size // replicate
+        return replicate, world_size // (replicate * self.tensor)
 
     def is_sharded(self, world_size: int) -> bool:
         """Whether so many processes split the model up."""
-        return self.sizes(world_size)[1] > 1
+        return world_size > 1 and (self.tensor > 1 or self.sizes(world_size)[1] > 1)
+
+    def data_rank(self, here: Ranks) -> DataRank:
+        """A process among those that train different samples; processes that compute one layer together share theirs.
+
+        >>> Topology(tensor=2).data_rank(Ranks(3, 4))
+        DataRank(rank=1, count=2, leads=False)
+
+        Raises:
+            ConfigurationError: the processes do not fit.
+        """
+        replicate, shard = self.sizes(here.world_size)
+        return DataRank(here.rank // self.tensor, replicate * shard, leads=here.rank % self.tensor == 0)
 
     def mesh(self, device: str | torch.device) -> DeviceMesh:
-        """The mesh over all processes, for a kind of device; its dimensions are "replicate", if needed, and "shard".
+        """The mesh over all processes, for a kind of device: "shard"; "replicate" and "tensor" if they are needed.
 
         Raises:
             ConfigurationError: the processes do not fit.
@@ -92,10 +121,11 @@ class Topology:
         from torch.distributed.device_mesh import init_device_mesh
 
         replicate, shard = self.sizes(ranks().world_size)
-        kind = torch.device(device).type
-        if replicate == 1:
-            return init_device_mesh(kind, (shard,), mesh_dim_names=("shard",))
-        return init_device_mesh(kind, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+        sizes = {"replicate": replicate} if replicate > 1 else {}
+        sizes["shard"] = shard
+        if self.tensor > 1:
+            sizes[TENSOR] = self.tensor
+        return init_device_mesh(torch.device(device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _wanted(topology: Topology, known: int) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.distributed.ranks import DataRank, ranks
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
@@ -57,11 +58,13 @@ class Backend(Protocol):
     builds_model: bool = False
     """Whether the model is a description, of which `make_store` makes what each process holds."""
 
-    model_ranks: int = 1
-    """How many processes hold one copy of the model together, and so get the same batches."""
-
     device: torch.device
     """The device of the tensors that `to_torch` returns."""
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Which share of each global batch this process computes; by default, each process has one."""
+        return DataRank(*ranks())
 
     @property
     def batch_device(self) -> torch.device:

@@ -18,7 +18,7 @@ from pulsetrain.engine.data.loaders import can_be_keyed, can_be_read_once, key_o
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
-from pulsetrain.engine.distributed.ranks import data_ranks, gives_all_ranks_the_same, ranks
+from pulsetrain.engine.distributed.ranks import DataRank, gives_all_ranks_the_same, ranks
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.loader_parts import LoaderParts
@@ -65,6 +65,7 @@ class DataCursor:
         chosen: whether the user chose the seed, see `order_seed`.
         control: joins several processes; all of them begin and resume their passes at the same time.
         same_number: see `AgreedPass`.
+        rank: of several processes, which share of each batch is this one's.
     """
 
     passes: int
@@ -94,7 +95,9 @@ class DataCursor:
         chosen: bool = True,
         control: ControlGroup | None = None,
         same_number: str = "",
+        rank: DataRank | None = None,
     ) -> None:
+        self.rank = rank or DataRank(*ranks())
         self.seed, self._chosen = seed, chosen
         self._control, self._same_number = control, same_number
         self.agreed: AgreedPass | None = None  # the current pass, where the ranks have to agree on its end
@@ -233,7 +236,7 @@ class DataCursor:
         """What the ranks know of a pass that begins or continues, if they may get other numbers of batches."""
         self.agreed, self._agreed_over = None, loader
         if self._control is not None and self._control.is_shared and length_of(loader) is None:
-            hold_parts = data_ranks().world_size < ranks().world_size
+            hold_parts = self.rank.count < ranks().world_size
             alike = "those that hold one copy of the model have to get the same batches" if hold_parts else ""
             self.agreed = AgreedPass(self._control, self._same_number or alike)
         return self.agreed
@@ -293,10 +296,10 @@ class DataCursor:
         if self._keyed is None or self._keyed[0] is not loader or self._keyed[1].order.seed != seed:
             if loader.num_workers:
                 self._watch = WorkerWatch(loader.num_workers)
-            found = data_ranks()
-            shared = found.world_size > 1 and gives_all_ranks_the_same(loader, found.world_size)
+            here = self.rank
+            shared = here.count > 1 and gives_all_ranks_the_same(loader, here.count)
             look = self._watch.look if loader.num_workers else None
-            self._keyed = loader, KeyedLoader(loader, seed, look, (found.rank, found.world_size) if shared else None)
+            self._keyed = loader, KeyedLoader(loader, seed, look, (here.rank, here.count) if shared else None)
         return self._keyed[1]
 
     def changed_in_workers(self) -> set[str]:
@@ -325,9 +328,7 @@ class DataCursor:
         if location is None or self._keyed is None:
             return None
         order = self._keyed[1].order
-        return (
-            order.share(location[1]) if order.ranks == data_ranks().world_size and order.samples is not None else None
-        )
+        return order.share(location[1]) if order.ranks == self.rank.count and order.samples is not None else None
 
     def rows_at(self, location: tuple[int, int]) -> list[Any]:
         """The data set's indices of the batch at that location, of this rank."""

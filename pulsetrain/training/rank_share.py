@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
-from pulsetrain.engine.distributed.ranks import data_ranks
+from pulsetrain.engine.distributed.ranks import DataRank
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.state.data_cursor import DataCursor
 
@@ -30,21 +30,22 @@ class Share:
         size: of the rank's part; 0 for a rank that computes a sample of another one, and counts nothing.
         expected: of the global batch, above 0: that of the last one, or exactly this one's. The same on every rank.
         totals: waits for the totals.
-        world: ranks.
+        rank: whose part it is.
         is_exact: whether the totals are known to be as expected, so that nothing has to be waited for.
     """
 
     def __init__(
-        self, size: float, expected: float, totals: Callable[[], Totals], world: int, *, is_exact: bool
+        self, size: float, expected: float, totals: Callable[[], Totals], rank: DataRank, *, is_exact: bool
     ) -> None:
         self.size, self.expected, self.is_exact = size, expected, is_exact
-        self._wait, self._world = totals, world
+        self.counts = size > 0 and rank.leads  # in sums over all ranks
+        self._wait, self._shares = totals, rank.count
         self._totals: Totals | None = None
 
     @property
     def weight(self) -> float:
         """Its size over the expected one of an even share: gradients are averaged over the ranks."""
-        return self.size * self._world / self.expected
+        return self.size * self._shares / self.expected
 
     @property
     def totals(self) -> Totals:
@@ -76,12 +77,8 @@ class RankShare:
 
     def of(self, batch: TrainingBatch, iteration: int) -> Share:
         """This rank's share of the global batch of an iteration; every rank asks at the same time."""
-        world = data_ranks().world_size
-        if world == 1:  # the processes hold one copy of the model together
-            size = float(batch.size)
-            totals = Totals(size, batch.samples, batch.tokens)
-            return Share(size, size or 1.0, lambda: totals, world, is_exact=True)
-        known, agreed = self._data.share(iteration), self._data.agreed
+        known, rank = self._data.share(iteration), self._data.rank
+        agreed = self._data.agreed
         own = batch.samples if known is None else known[0]
         if agreed is not None and agreed.is_repeated:
             own = 0
@@ -89,28 +86,26 @@ class RankShare:
             counts = known is None or batch.weight is not None or batch.tokens > 0
             self._adds_up = self._control.sum([counts], "the first batch")[0] > 0
         if known is not None and not self._adds_up:
-            samples = round(known[1] * world)
-            return Share(own, samples, lambda: Totals(samples, samples, 0), world, is_exact=True)
-        mine = [float(batch.size), batch.samples, batch.tokens] if own else [0.0, 0, 0]
+            samples = round(known[1] * rank.count)
+            return Share(own, samples, lambda: Totals(samples, samples, 0), rank, is_exact=True)
+        size = float(batch.size) if own else 0.0
+        mine = [size, batch.samples, batch.tokens] if own and rank.leads else [0.0, 0, 0]
         has_next = agreed is not None and agreed.has_next
         sums = self._control.start_sum([*mine, has_next], f"the batch of iteration {iteration}")
         if not self.expected:
             self._read(sums, agreed)
-        return Share(mine[0], self.expected or 1.0, lambda: self._read(sums, agreed), world, is_exact=False)
+        return Share(size, self.expected or 1.0, lambda: self._read(sums, agreed), rank, is_exact=False)
 
     def _read(self, sums: Callable[[], Sequence[float]], agreed: AgreedPass | None) -> Totals:
         size, samples, tokens, having = sums()
-        copies = self._control.ranks.world_size // data_ranks().world_size
-        size, samples, tokens = size / copies, samples / copies, tokens / copies
         if agreed is not None:
             agreed.note(having)
         self.expected = size or self.expected
         return Totals(size, round(samples), round(tokens))
 
     def seed_generators(self, iteration: int) -> None:
-        """Draw what this step draws, for dropout and the like, from a stream of this rank of the data and iteration.
+        """Draw what this step draws, for dropout and the like, from a stream of this data rank and iteration.
 
-        So ranks draw differently, unless they hold one copy of the model, and a checkpoint need not hold the generators
-        of each.
+        So ranks draw differently, and a checkpoint need not hold the generators of each.
         """
-        rng.seed_step(rng.derive(self._data.seed, data_ranks().rank, iteration))
+        rng.seed_step(rng.derive(self._data.seed, self._data.rank.rank, iteration))

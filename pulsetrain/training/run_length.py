@@ -13,7 +13,7 @@ from pulsetrain.engine import Backend, ConfigurationError, State, TrainingStrate
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import can_be_read_once, length_of
 from pulsetrain.engine.distributed.collectives import ControlGroup
-from pulsetrain.engine.distributed.ranks import data_ranks, gives_all_ranks_the_same
+from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.first_batch import FirstBatch
@@ -172,9 +172,10 @@ class RunLength:
         counts = control.gather([batch.tokens for batch in batches])
         if not all(counts):
             raise ConfigurationError("gave no batch; it is empty", "Trainer", train_loader=...)
-        shares = data_ranks().world_size
-        counts = counts[:: control.ranks.world_size // shares]  # processes of one copy of the model count the same
-        if gives_all_ranks_the_same(self._loader, shares):
+        here = backend.data_rank
+        leads = control.gather(here.leads)
+        counts = [each for each, counted in zip(counts, leads, strict=True) if counted]
+        if gives_all_ranks_the_same(self._loader, here.count):
             counts = counts[:1]  # each process has counted the global batch
         tokens = [sum(each) for each in zip(*counts, strict=False)]
         if not all(map(all, counts)):

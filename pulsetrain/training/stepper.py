@@ -138,8 +138,8 @@ class Stepper:
 
     @property
     def counts(self) -> bool:
-        """Whether the last batch counts; it does not if this rank had no sample of the global batch."""
-        return self._share is None or self._share.size > 0
+        """Whether the last batch counts; not if this rank had no sample of the global batch, or another counts it."""
+        return self._share is None or self._share.counts
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -48,7 +48,6 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], message: str)
         ({"layers": 0}, r"layers=0"),
         ({"norm": "batch"}, r"norm='batch'\): unknown; choose one of layer, rms"),
         ({"positions": "rope"}, r"positions='rope'\): unknown; choose one of learned, rotary"),
-        ({"gated": True}, r"bias=True\): a gated layer has no bias"),
         (
             {"heads": 32, "positions": "rotary"},
             r"hidden=32\): rotary positions need an even width",
@@ -93,7 +92,7 @@ def test_settings_that_the_layers_do_not_support_are_refused(settings: dict[str,
 
 @needs_megatron
 def test_another_number_of_processes_is_refused():
-    with pytest.raises(ConfigurationError, match="2 processes hold one copy of the model, and 1 train"):
+    with pytest.raises(ConfigurationError, match="does not fit 1 process: start a multiple of 2"):
         make(GPT, tensor=2)
 
 
