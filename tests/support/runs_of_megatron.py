@@ -17,9 +17,21 @@ from pulsetrain.engine import Every, MegatronBackend, MegatronGPT, PretrainStrat
 from pulsetrain.engine.backends import megatron_llama
 from pulsetrain.engine.backends.megatron_models import without_advice
 from pulsetrain.handlers import Checkpointer, EventRecorder
-from tests.support.ranks import in_processes
+from tests.support.ranks import Ended, in_processes
 
-__all__ = ["GPT", "LLAMA", "alone", "apart", "make", "needs_megatron", "resuming", "texts", "together", "whole"]
+__all__ = [
+    "GPT",
+    "LLAMA",
+    "alone",
+    "apart",
+    "errors_of",
+    "make",
+    "needs_megatron",
+    "resuming",
+    "texts",
+    "together",
+    "whole",
+]
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install 'pulsetrain[megatron]'"
@@ -66,12 +78,21 @@ def resuming(run: Path, kind: dict[str, Any], *handlers: Any, **options: Any) ->
     return make(kind, saver, EventRecorder(run), *handlers, **options)
 
 
-def together(body: Any, world: int = 2) -> list[Any]:
-    """What the processes return, which run the body of their rank."""
+def errors_of(body: Any, world: int = 2) -> list[str]:
+    """The tracebacks of the processes, which run the body of their rank."""
+    return [each.error for each in _run(body, world)]
+
+
+def _run(body: Any, world: int) -> list[Ended]:
     with without_advice():  # takes seconds, which each process would need by itself
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.models.gpt.gpt_model  # noqa: F401
-    ended = in_processes(body, world)
+    return in_processes(body, world)
+
+
+def together(body: Any, world: int = 2) -> list[Any]:
+    """What the processes return, which run the body of their rank."""
+    ended = _run(body, world)
     assert [each.error for each in ended] == [""] * world, next(each.error for each in ended if each.error)
     return [each.value for each in ended]
 

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from pulsetrain.engine import ArgumentTypeError, ConfigurationError, MegatronBackend, MegatronGPT
 from pulsetrain.handlers import BestModel
-from tests.support.ranks import in_processes
-from tests.support.runs_of_megatron import GPT, LLAMA, alone, make, needs_megatron, resuming, texts, together
+from tests.support.runs_of_megatron import GPT, LLAMA, alone, errors_of, make, needs_megatron, resuming, texts, together
 
 
 def test_without_megatron_core_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -98,8 +97,8 @@ def test_another_number_of_processes_is_refused():
 
 @needs_megatron
 def test_processes_with_different_models_are_refused():
-    for each in in_processes(lambda rank: make(GPT, model=MegatronGPT(**{**GPT, "layers": 2 + rank}), tensor=2)):
-        assert "rank 1 has model=MegatronGPT(layers=3" in each.error
+    for error in errors_of(lambda rank: make(GPT, model=MegatronGPT(**{**GPT, "layers": 2 + rank}), tensor=2)):
+        assert "rank 1 has model=MegatronGPT(layers=3" in error
 
 
 @needs_megatron
@@ -108,8 +107,8 @@ def test_a_loader_that_gives_each_process_its_own_samples_is_refused():
         data = texts(16)
         make(GPT, tensor=2, data=DataLoader(data, 4, sampler=DistributedSampler(data, 2, rank))).train()
 
-    for each in in_processes(run):
-        assert "the first batch of rank 1 is not that of rank 0" in each.error.splitlines()[-1]
+    for error in errors_of(run):
+        assert "the first batch of rank 1 is not that of rank 0" in error
 
 
 @needs_megatron
@@ -124,8 +123,8 @@ def test_loaders_without_a_length_that_end_at_different_batches_are_refused():
     def run(rank: int) -> None:
         make(GPT, tensor=2, data=DataLoader(Stream(8 + 8 * rank), 4), max_epochs=1).train()
 
-    for each in in_processes(run):
-        assert "have to get the same batches" in each.error
+    for error in errors_of(run):
+        assert "have to get the same batches" in error
 
 
 @needs_megatron
@@ -133,8 +132,8 @@ def test_handlers_that_need_whole_weights_are_refused(tmp_path: Path):
     def run(rank: int) -> None:
         make(GPT, BestModel("val/loss", folder=tmp_path), tensor=2)
 
-    for each in in_processes(run):
-        assert "not for models that are sharded" in each.error
+    for error in errors_of(run):
+        assert "not for models that are sharded" in error
 
 
 @needs_megatron
@@ -144,8 +143,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):
     def run(rank: int) -> None:
         resuming(tmp_path, LLAMA, tensor=2).load_checkpoint(tmp_path)
 
-    for each in in_processes(run):
-        assert "the checkpoint's weights do not fit the model" in each.error
+    for error in errors_of(run):
+        assert "the checkpoint's weights do not fit the model" in error
 
 
 @needs_megatron
@@ -158,8 +157,8 @@ def test_groups_that_other_code_has_made_are_kept_or_refused():
         make(GPT, tensor=2)
         return []
 
-    for each in in_processes(run):
-        assert "megatron.core.parallel_state has been initialized with 1" in each.error
+    for error in errors_of(run):
+        assert "megatron.core.parallel_state has been initialized with 1" in error
 
 
 @needs_megatron

@@ -55,7 +55,7 @@ def test_processes_of_one_copy_draw_the_same_dropout():
     def run(rank: int) -> Any:
         trainer = make(GPT, tensor=2, model=MegatronGPT(**DROPPING), max_epochs=1)
         losses = trainer.train()["train/loss"]
-        copies = [each for each in trainer.model.parameters() if each.placements[0].is_replicate()]
+        copies = [each for each in trainer.model.parameters() if each.placements[1].is_replicate()]
         return losses, [each.to_local().tolist() for each in copies]
 
     one, other = together(run)
