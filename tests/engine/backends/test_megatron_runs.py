@@ -111,3 +111,16 @@ def test_activations_are_computed_again_with_the_same_result(processes: int):
         return bool(run(rank, None) == run(rank, "gpt.decoder.layers.*"))
 
     assert all(together(both) if processes == 2 else [alone(both)])
+
+
+def test_weight_decay_spares_norms_biases_and_embeddings():
+    def run(rank: int) -> list[str]:
+        trainer = make(GPT, weight_decay=0.1, no_decay="auto")
+        decayed = {
+            id(each) for group in trainer.optimizer.param_groups if group["weight_decay"] for each in group["params"]
+        }
+        return [name for name, each in trainer.model.named_parameters() if id(each) in decayed]
+
+    linear = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
+    assert {name.split(".")[-2] for name in alone(run)} == set(linear)
+    assert all(name.endswith(".weight") for name in alone(run))
