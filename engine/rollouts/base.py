@@ -213,7 +213,9 @@ class Rollouts:
         assert self._rows is not None
         epoch, index = divmod(self._given, self._batches)
         if self._order is None or epoch != self._ordered:
-            generator = torch.Generator().manual_seed(rng.derive(self.seed, self.rollouts, epoch))  # the same on all ranks
+            generator = torch.Generator().manual_seed(
+                rng.derive(self.seed, self.rollouts, epoch)
+            )  # the same on all ranks
             self._order, self._ordered = torch.randperm(self.rows, generator=generator), epoch
         size = self.rows // self._batches
         start = index * size
