@@ -213,10 +213,9 @@ class Rollouts:
         assert self._rows is not None
         epoch, index = divmod(self._given, self._batches)
         if self._order is None or epoch != self._ordered:
-            generator = torch.Generator().manual_seed(
-                rng.derive(self.seed, self.rollouts, epoch)
-            )  # the same on all ranks
-            self._order, self._ordered = torch.randperm(self.rows, generator=generator), epoch
+            # the same on all ranks
+            keyed = torch.Generator().manual_seed(rng.derive(self.seed, self.rollouts, epoch))
+            self._order, self._ordered = torch.randperm(self.rows, generator=keyed), epoch
         size = self.rows // self._batches
         start = index * size
         self._given += 1
@@ -326,8 +325,8 @@ class Rollouts:
                 for name, value in self.strategy.compute_metrics(self.act(batch.inputs), batch).items():
                     totals[name] = totals.get(name, 0) + value * size
                 weight = weight + size
-        *sums, weight = self.sharing.sums([*map(float, totals.values()), float(weight)])
-        return {f"policy/{name}": total / weight for name, total in zip(totals, sums, strict=True)}
+        *sums, whole = self.sharing.sums([*map(float, totals.values()), float(weight)])
+        return {f"policy/{name}": total / whole for name, total in zip(totals, sums, strict=True)}
 
     def _take_measured(self) -> dict[str, float]:
         """What the pass that trained on the whole rollout has measured, over all processes."""

@@ -217,7 +217,7 @@ def _torch(array: Array) -> Tensor:
 def _digest(model: nn.Module) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):
-        tensor = value.full_tensor() if is_shard(value) else value
+        tensor = value.full_tensor() if is_shard(value) else value  # type: ignore[attr-defined]  # of a DTensor
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
