@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.argument_checks import check_bool, check_whole_number
@@ -144,18 +145,28 @@ class MegatronBackend(TorchBackend):
         if not isinstance(model, MegatronGPT):
             raise ArgumentTypeError("needs a MegatronGPT, which it builds itself", "MegatronBackend", model=model)
         model.check_split(self.tensor)
-        copies = self.data_rank.count
+        copies, mesh = self.data_rank.count, None
         check_alike(join(), {"model": model})
         _make_groups(self.tensor)
-        with rng.seeded(self._seed):
-            gpt = build_gpt(model, self.tensor).to(self.device)
-        mesh = None
         if self.tensor > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
             mesh = init_device_mesh(self.device.type, (copies, self.tensor), mesh_dim_names=(COPIES, TENSOR))
+        return self.module_to_device(self._built(model, mesh))
+
+    def _built(self, description: MegatronGPT, mesh: DeviceMesh | None) -> MegatronModel:
+        with rng.seeded(self._seed):
+            gpt = build_gpt(description, self.tensor).to(self.device)
+        if mesh is not None:
             show_wholes(gpt, mesh)
-        return self.module_to_device(MegatronModel(gpt, model, mesh))
+        return MegatronModel(gpt, description, mesh)
+
+    def frozen_copy(self, module: nn.Module) -> nn.Module:
+        """A copy of a model that was built here, which does not learn: for a strategy with a reference."""
+        assert isinstance(module, MegatronModel)
+        copied = self._built(module.config, module.mesh)
+        copied.load_state_dict(module.state_dict())
+        return copied.requires_grad_(False)
 
     def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
         """The strategy's batch, on the device; the first one is compared over the processes of each copy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
+        self._frozen: nn.Module | None = None  # of the model before it is split
         self._bare = self._plain and self.clip_norm is None and self.clip_value is None
 
     def environment(self) -> dict[str, object]:
@@ -109,11 +111,22 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         module = self.module_to_device(model)
         count = ranks().world_size
         if self.topology.is_sharded(count) and not is_sharded(module):
+            copies = getattr(strategy, "copies_model", None)
+            if callable(copies) and copies(module):
+                self._frozen = copy.deepcopy(module).requires_grad_(False)  # a module that is split cannot be copied
             self._shard(module, optimizer)
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)
         return InPlaceStore(self, module, made)
+
+    def frozen_copy(self, module: nn.Module) -> nn.Module:
+        """A copy of a module that does not learn, split over the processes as the module is."""
+        copied, self._frozen = self._frozen, None
+        if copied is None:
+            return copy.deepcopy(module).requires_grad_(False)
+        shard_module(copied, self.topology, self.device, self.tensor_plan)
+        return copied
 
     def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what does not work, or is not known to work, with a sharded model."""

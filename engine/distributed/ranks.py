@@ -111,7 +111,7 @@ def check_shared(
         else:
             continue
         raise ConfigurationError(rule, place, model=type(part), world_size=found.world_size)
-    if getattr(loader, "fires_rollouts", False):
+    if getattr(loader, "fires_rollouts", False) and not getattr(loader, "shares_ranks", False):
         raise ConfigurationError(
             "each of {world_size} processes would act in the same environments; start one process",
             place,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, MegatronBackend, MegatronGPT
-from pulsetrain.engine.backends.megatron_llama import describe_llama, from_llama, load_llama, to_llama
+from pulsetrain.engine.backends.megatron_weights import describe_llama, from_llama, load_llama, to_llama
 from tests.support.runs_of_megatron import GPT, alone, needs_megatron, texts, together
 
 transformers = pytest.importorskip("transformers")
@@ -101,3 +105,24 @@ def test_weights_that_are_missing_are_named():
         from_llama(state, describe_llama(theirs.config))
     with pytest.raises(ConfigurationError, match="not Llama's architecture"):
         from_llama(theirs.state_dict(), MegatronGPT(**GPT))
+
+
+def test_the_python_of_the_guide_trains_and_converts():
+    guide = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+    section = guide.split("## Megatron")[1].split("\n## ")[0]
+    training, converting = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    theirs = llama()
+
+    def run(rank: int) -> Any:
+        loader = DataLoader(texts(16), 8)
+        names: dict[str, Any] = {"Trainer": Trainer, "MegatronGPT": MegatronGPT, "MegatronBackend": MegatronBackend}
+        names |= {"loader": loader, "llama": theirs}
+        exec(training, names)
+        names["backend"] = MegatronBackend(tensor=2)
+        exec(converting, names)
+        equal = all(torch.equal(each, names["saved"][name]) for name, each in theirs.state_dict().items())
+        settings = TrainingConfig(max_epochs=1, progress=False)
+        tuned = Trainer(names["model"], loader, strategy="pretrain", backend=names["backend"], config=settings)
+        return equal, len(tuned.train()["train/loss"])
+
+    assert together(run) == [(True, 1)] * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pulsetrain.engine import MegatronBackend, MegatronGPT, PretrainStrategy, SFTStrategy
+from pulsetrain.engine import DPOStrategy, MegatronBackend, MegatronGPT, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import IGNORED, pack, pad_examples
 from pulsetrain.engine.losses import cross_entropy
 from tests.support.runs_of_megatron import GPT, LLAMA, alone, apart, make, needs_megatron, texts, together, whole
@@ -35,11 +35,25 @@ def packed() -> list[dict[str, Tensor]]:
     return [pad_examples(rows, length=17)]
 
 
+def pairs() -> list[dict[str, Tensor]]:
+    """Batches of preferences."""
+    batches = []
+    for seed in range(3):
+        batch = {}
+        for side, other in (("chosen", 0), ("rejected", 50)):
+            tokens, labels = texts(4, 15, seed + other), texts(4, 15, seed + other)
+            labels[:, :5] = IGNORED
+            batch |= {f"{side}_input_ids": tokens, f"{side}_labels": labels}
+        batches.append(batch)
+    return batches
+
+
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"strategy": SFTStrategy, "data": chats},
     "smoothed": {"strategy": lambda: PretrainStrategy(loss_options={"label_smoothing": 0.1, "z_loss": 1e-3})},
     "chunked": {"strategy": lambda: PretrainStrategy(loss_options={"chunk_size": 16})},
     "packed": {"strategy": PretrainStrategy, "data": packed},
+    "preferences": {"strategy": lambda: DPOStrategy(reference="copy"), "data": pairs},
     "accumulated": {"strategy": SFTStrategy, "data": chats, "config": {"accumulate": 3}},
 }
 

@@ -26,7 +26,8 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_processes_differ():
-    sharding, stopping = blocks("python")
+    python = blocks("python")
+    sharding, stopping = python[0], python[-1]
 
     def body(rank: int) -> Any:
         names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
