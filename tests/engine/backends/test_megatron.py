@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine import Events
@@ -61,3 +62,17 @@ def compare(kind: str, dtype: str, bound: float, steps: int, *, tensor: int, pro
         for name in ("norms", "losses", "val"):
             assert max(abs(a - b) for a, b in zip(each[name], one[name], strict=True)) < bound
     assert one["losses"][-1] < one["losses"][0]
+
+
+def test_weights_are_drawn_by_the_seed_of_the_configuration():
+    def run(rank: int, tensor: int, seed: int) -> Any:
+        torch.manual_seed(100 + 10 * tensor + rank)
+        trainer = make(LLAMA, tensor=tensor, seed=seed)
+        return whole(trainer), torch.rand(2).tolist()
+
+    one, _ = alone(lambda rank: run(rank, 1, 7))
+    other, _ = alone(lambda rank: run(rank, 1, 8))
+    found = together(lambda rank: run(rank, 2, 7))
+    assert [weights for weights, _ in found] == [one, one]
+    assert apart(one, other) > 0.01
+    assert found[0][1] != found[1][1]  # the process's own generator was left alone

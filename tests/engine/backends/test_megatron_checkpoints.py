@@ -65,18 +65,18 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(saves: str, loads: 
     def saved(rank: int) -> Any:
         trainer = resuming(tmp_path, KINDS[kind], tensor=tensor, max_epochs=1)
         trainer.train()
-        return _states(trainer)
+        return _states(trainer), trainer.validate()["val/loss"]
 
     def resumed(rank: int) -> Any:
         trainer = resuming(tmp_path, KINDS[kind], tensor=other, max_epochs=2)
         trainer.load_checkpoint(tmp_path)
-        states = _states(trainer)
-        return states, trainer.train()["train/loss"]
+        states, loss = _states(trainer), trainer.validate()["val/loss"]
+        return states, loss, trainer.train()["train/loss"]
 
-    before = run_on(first, saved)
-    after = run_on(second, resumed)
-    for states, losses in after:
-        assert states == before[0]
+    before, expected = run_on(first, saved)[0]
+    for states, loss, losses in run_on(second, resumed):
+        assert states == before
+        assert loss == pytest.approx(expected, abs=1e-5)  # the parts are at their places
         assert losses[-1] < losses[0]
 
 
