@@ -30,9 +30,9 @@ __all__ = ["MegatronBackend"]
 
 _NEEDS_CUDA = {
     "pipeline": "Megatron's pipeline schedule receives activations on torch.cuda.current_device()",
-    "sequence_parallel": "Megatron's sequence parallelism gathers activations on torch.cuda.current_device()",
     "distributed_optimizer": "Megatron's distributed optimizer keeps gradients on torch.cuda.current_device()",
 }
+_SPLITS_SEQUENCES = ("cuda",)  # devices; Megatron allocates what it gathers on torch.cuda.current_device()
 
 
 class MegatronBackend(TorchBackend):
@@ -47,7 +47,8 @@ class MegatronBackend(TorchBackend):
         device: "auto", "cpu", "cuda" ...
         tensor: processes that hold each layer together.
         pipeline: processes that hold different layers; only 1 is supported.
-        sequence_parallel: whether norms and dropout are split over the positions of a row; not supported.
+        sequence_parallel: with `tensor`, whether what lies between the layers, such as norms, is split over the
+            positions of a row; needs CUDA, and a model without dropout.
         distributed_optimizer: Megatron's own, which splits its state over copies of the model; not supported.
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass, as
             "gpt.decoder.layers.*"; None leaves it to the configuration.
@@ -89,7 +90,6 @@ class MegatronBackend(TorchBackend):
             check_bool("MegatronBackend", name, chosen)
         wanted = {
             "pipeline": pipeline if pipeline > 1 else None,
-            "sequence_parallel": sequence_parallel or None,
             "distributed_optimizer": distributed_optimizer or None,
         }
         for name, value in wanted.items():
@@ -99,13 +99,20 @@ class MegatronBackend(TorchBackend):
                 )
         with without_advice():
             load_optional("MegatronBackend", "megatron.core", "megatron")
-        self.tensor = tensor
+        self.tensor, self.sequence_parallel = tensor, sequence_parallel
         self._seed, self._has_compared = 0, tensor == 1
-        super().__init__(device, activation_checkpointing=activation_checkpointing, topology=Topology(tensor=tensor))
+        topology = Topology(tensor=tensor, sequence_parallel=sequence_parallel)
+        super().__init__(device, activation_checkpointing=activation_checkpointing, topology=topology)
 
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
         self._seed = settings.seed
+        if self.sequence_parallel and self.device.type not in _SPLITS_SEQUENCES:
+            raise ConfigurationError(
+                f"Megatron gathers sequences on torch.cuda.current_device(), and this is {self.device}; leave it out",
+                "MegatronBackend",
+                sequence_parallel=True,
+            )
         unsupported: dict[str, object] = {}
         if not self._plain:
             unsupported["precision"] = self.requested_precision or settings.precision
@@ -145,9 +152,18 @@ class MegatronBackend(TorchBackend):
         if not isinstance(model, MegatronGPT):
             raise ArgumentTypeError("needs a MegatronGPT, which it builds itself", "MegatronBackend", model=model)
         model.check_split(self.tensor)
+        if self.sequence_parallel and model.dropout:
+            raise ConfigurationError(
+                "no checkpoint has the random state from which Megatron draws on a part of a sequence; set it to 0, or "
+                "leave sequence_parallel out",
+                "MegatronGPT",
+                dropout=model.dropout,
+            )
         copies, mesh = self.data_rank.count, None
         check_alike(join(), {"model": model})
         _make_groups(self.tensor)
+        if self.sequence_parallel:
+            _make_generator(self._seed)
         if self.tensor > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -156,10 +172,10 @@ class MegatronBackend(TorchBackend):
 
     def _built(self, description: MegatronGPT, mesh: DeviceMesh | None) -> MegatronModel:
         with rng.seeded(self._seed):
-            gpt = build_gpt(description, self.tensor).to(self.device)
+            gpt = build_gpt(description, self.tensor, sequence_parallel=self.sequence_parallel).to(self.device)
         if mesh is not None:
             show_wholes(gpt, mesh)
-        return MegatronModel(gpt, description, mesh)
+        return MegatronModel(gpt, description, mesh, splits_sequences=self.sequence_parallel)
 
     def frozen_copy(self, module: nn.Module) -> nn.Module:
         """A copy of a model that was built here, which does not learn: for a strategy with a reference."""
@@ -222,3 +238,12 @@ def _make_groups(tensor: int) -> None:
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=False)
     _made_in = world
+
+
+def _make_generator(seed: int) -> None:
+    """Make the generator that Megatron wants to draw from on a part of a sequence; without dropout nothing is drawn."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("model-parallel-rng", seed)

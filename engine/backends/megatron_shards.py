@@ -32,11 +32,14 @@ class MegatronModel(nn.Module):
         gpt: Megatron's model.
         description: what it was built from, which has `vocab_size` and `context`.
         mesh: whose TENSOR are the processes that hold it together; None for one.
+        splits_sequences: whether each of them computes a part of the positions between the layers.
     """
 
-    def __init__(self, gpt: nn.Module, description: Any, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, gpt: nn.Module, description: Any, mesh: DeviceMesh | None, *, splits_sequences: bool = False
+    ) -> None:
         super().__init__()
-        self.gpt, self.config, self.mesh = gpt, description, mesh
+        self.gpt, self.config, self.mesh, self.splits_sequences = gpt, description, mesh, splits_sequences
         self.context: int = description.context
         self.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
 
@@ -51,6 +54,7 @@ class MegatronModel(nn.Module):
             wrong, last = (input_ids < 0) | (input_ids >= self.config.vocab_size), self.config.vocab_size - 1
             remedy = "outside; use the model's own tokenizer"
             reject("MegatronGPT", "input_ids", input_ids, wrong, f"needs tokens from 0 to {last}", remedy)
+        self._check_length(input_ids)
         visible: Tensor | None = None
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -59,6 +63,14 @@ class MegatronModel(nn.Module):
             visible = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         logits: Tensor = self.gpt(input_ids, position_ids, visible)
         return logits if self.mesh is None else SplitLogits(logits, self.mesh[TENSOR])
+
+    def _check_length(self, input_ids: Tensor) -> None:
+        parts = self.mesh[TENSOR].size() if self.mesh is not None and self.splits_sequences else 1
+        if input_ids.shape[1] % parts:
+            raise ValueError(
+                f"MegatronGPT: {input_ids.shape[1]} positions cannot be split over {parts} processes; choose another "
+                "length of the rows, or leave sequence_parallel out"
+            )
 
 
 class SplitLogits:

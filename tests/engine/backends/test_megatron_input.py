@@ -30,7 +30,8 @@ def test_without_megatron_core_it_says_what_to_install(monkeypatch: pytest.Monke
     [
         ({"tensor": 0}, r"MegatronBackend\(tensor=0\)"),
         ({"pipeline": 2}, r"MegatronBackend\(pipeline=2\): Megatron's pipeline schedule .*not supported"),
-        ({"sequence_parallel": True}, r"MegatronBackend\(sequence_parallel=True\): .*torch\.cuda"),
+        ({"sequence_parallel": True}, r"Topology\(sequence_parallel=True, tensor=1\): splits what lies between"),
+        ({"sequence_parallel": True, "tensor": 2}, r"MegatronBackend\(sequence_parallel=True\): .*torch\.cuda"),
         ({"distributed_optimizer": True}, r"MegatronBackend\(distributed_optimizer=True\): .*torch\.cuda"),
     ],
 )
