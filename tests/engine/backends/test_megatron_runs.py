@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pulsetrain import verify
 from pulsetrain.engine import Events, Every, MegatronBackend, MegatronGPT
+from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EMA, EarlyStopping, Fingerprints, NaNGuard
 from tests.support.runs_of_megatron import (
@@ -124,3 +126,21 @@ def test_weight_decay_spares_norms_biases_and_embeddings():
     linear = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
     assert {name.split(".")[-2] for name in alone(run)} == set(linear)
     assert all(name.endswith(".weight") for name in alone(run))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_frozen_copy_has_the_weights_of_the_model_and_memory_of_its_own(processes: int):
+    def run(rank: int) -> tuple[bool, bool, bool]:
+        backend = MegatronBackend("cpu", tensor=processes)
+        model = backend.build(MegatronGPT(**GPT))
+        with torch.no_grad():
+            for each in model.parameters():
+                each.add_(1.0)
+        copied = backend.frozen_copy(model)
+        pairs = list(zip(map(local, model.parameters()), map(local, copied.parameters()), strict=True))
+        equal = all(torch.equal(a, b) for a, b in pairs)
+        shared = any(a.data_ptr() == b.data_ptr() for a, b in pairs)
+        return equal, shared, any(each.requires_grad for each in copied.parameters())
+
+    for found in together(run) if processes == 2 else [alone(run)]:
+        assert found == (True, False, False)
