@@ -247,7 +247,7 @@ def test_an_error_of_the_run_is_not_tried_again(folder: Path):
 
 @pytest.mark.slow
 def test_the_example_compares_one_process_with_two(tmp_path: Path):
-    command = [sys.executable, EXAMPLES / "distributed" / "compare.py", "--modes", "one,ddp,fsdp", "--steps", "50"]
+    command = [sys.executable, EXAMPLES / "distributed" / "compare.py", "--modes", "one,ddp,fsdp,tensor", "--steps", "50"]
     done = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
     )
