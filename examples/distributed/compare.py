@@ -54,7 +54,7 @@ def train(steps: int, mode: str, result: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", default="one,ddp,fsdp,tensor", help=f"of {', '.join(PROCESSES)}, with commas between them")
+    parser.add_argument("--modes", default=",".join(PROCESSES), help="some of these, with commas: %(default)s")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # of one of the processes that it starts
