@@ -16,11 +16,8 @@ _ENDS = ("terminate", "completed", "interrupt", "exception_raised")
 _NORM = Events.GRADIENTS_READY.value
 _UPDATE = Events.OPTIMIZER_STEP_COMPLETED.value
 _ITERATION = Events.ITERATION_COMPLETED.value
-# fired where a handler needs the norm, so that it depends on the handlers; METRICS_LOGGED repeats the norm. The others
-# are recorded where several processes train
-OPTIONAL = {
-    _NORM: "payload.metrics.grad_norm", Events.GET_BATCH_STARTED.value: "", Events.GET_BATCH_COMPLETED.value: ""
-}  # fmt: skip
+# fired where a handler needs the norm, so that it depends on the handlers; METRICS_LOGGED repeats the norm
+OPTIONAL = {_NORM: "payload.metrics.grad_norm"}
 
 
 class ResumeCheck(EventCheck):

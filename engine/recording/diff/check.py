@@ -31,7 +31,7 @@ class EventCheck:
 
     Args:
         expected: those events, in the order of their `ord`; optional ones also if they are incomplete.
-        optional: types of events, with how the names of such fields begin; empty if there are none.
+        optional: types of events, with how the names of such fields begin.
     """
 
     def __init__(self, expected: Iterator[LoggedEvent], optional: Mapping[str, str] | None = None) -> None:
@@ -101,7 +101,7 @@ class EventCheck:
         if not same(expected, placed):
             (read,) = decode(encode(now))  # as a log holds it: a payload may still be an object
             fields = differing_fields(without_observed(expected), without_observed(read))
-            repeated = tuple(filter(None, (self._optional.get(event) for event in self.left_out)))
+            repeated = tuple(self._optional[event] for event in self.left_out if event in self._optional)
             if fields := {name: pair for name, pair in fields.items() if not name.startswith(repeated)}:
                 self.divergence = Divergence(now.ord, expected, read, fields)
                 return
