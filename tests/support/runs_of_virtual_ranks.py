@@ -74,7 +74,7 @@ def bits_of(trainer: Trainer) -> dict[str, bytes]:
 
 
 def losses_in(run: Path) -> dict[str, Any]:
-    """What the log of rank 0 says of losses, metrics, norms and the state, by event."""
+    """What the log of rank 0 says of losses, metrics, norms and the state, in training and in validations."""
     fields = {
         "iteration_completed": lambda event: (event.output, event.lr),
         "gradients_ready": lambda event: event.payload,
@@ -86,7 +86,7 @@ def losses_in(run: Path) -> dict[str, Any]:
     }
     log = EventLog(run, 0)
     return {
-        name: [(event.iteration, field(event)) for event in log.read(event=name, engine="trainer") if event.ord >= 0]
+        name: [(event.engine, event.iteration, field(event)) for event in log.read(event=name) if event.ord >= 0]
         for name, field in fields.items()
     }
 

@@ -129,10 +129,14 @@ def test_losses_over_targets_are_weighted_by_their_numbers_and_tokens_are_counte
     assert all(torch.frombuffer(bytearray(each), dtype=torch.float32).isfinite().all() for each in one[0].values())
 
 
-def test_the_gradient_is_that_of_the_global_batch():
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_update_is_that_of_a_run_without_virtual_ranks(accumulate: int):
     def body(rank: int) -> list[float]:
         data = DataLoader(pairs(10), 4, shuffle=True)
-        made = [make_with(linear().double(), data_of(data), None, backend=each) for each in (tree(2), None)]
+        made = [
+            make_with(linear().double(), data_of(data), None, backend=each, accumulate=accumulate, clip_grad_norm=0.5)
+            for each in (tree(2), None)
+        ]
         for each in made:
             each.train()
         first, second = (torch.cat([each.detach().flatten() for each in one.model.parameters()]) for one in made)
@@ -177,7 +181,7 @@ def test_averages_and_random_numbers_of_handlers_are_the_same_too():
         average = EMA(0.9)
         made = virtual(None, average)
         drawn: list[float] = []
-        made.on(Events.ITERATION_COMPLETED)(lambda: drawn.append(torch.rand(()).item()))
+        made.on(Events.ITERATION_STARTED)(lambda: drawn.append(torch.rand(()).item()))
         made.train()
         return repr(average.state_dict()), drawn
 
