@@ -158,7 +158,7 @@ class Trainer(RunView):
             rank=self.backend.data_rank,
             virtual=virtual,
         )
-        order = {} if virtual is None else order_facts(train_loader, self.seed)
+        order = order_facts(train_loader, self.seed) if virtual is not None and self.agreement.is_shared else {}
         self.agreement.check_alike(config, model, self.strategy, train_loader, self.backend.device, order)
         with self.agreement.explained("giving the model to all processes"):
             self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)

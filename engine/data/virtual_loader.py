@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, Subset
 
 from pulsetrain.engine.data import rng
@@ -16,8 +16,7 @@ from pulsetrain.engine.data.loaders import order_seed
 __all__ = ["Shares", "VirtualLoader", "VirtualOrder", "order_facts"]
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
+class Shares(NamedTuple):
     """A global batch as the process sees it: one collated batch for each of its virtual ranks."""
 
     batches: tuple[Any, ...]  # None for a virtual rank without a sample of a last, smaller batch
@@ -95,6 +94,7 @@ class VirtualLoader(KeyedLoader):
         for at in range(position, position + order.batches(order.samples - position) * order.step, order.step):
             batches = tuple([next(shares) if has_samples else None for has_samples in order.shares_at(at)])
             yield Shares(batches, order.here.start, rng.derive(self._run_seed, number, at))
+        next(shares, None)  # so that workers end as after any pass
 
 
 def order_facts(loader: Any, seed: int) -> dict[str, object]:
@@ -106,6 +106,6 @@ def order_facts(loader: Any, seed: int) -> dict[str, object]:
     dataset: Any = loader.dataset
     indices = []
     while type(dataset) is Subset:
-        indices.append(zlib.crc32(repr(list(map(int, dataset.indices))).encode()))
+        indices.append(zlib.crc32(torch.as_tensor(dataset.indices).numpy()))
         dataset = dataset.dataset
     return {"seed of the order": order_seed(loader, seed), "indices of the subset": indices}
