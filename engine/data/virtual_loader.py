@@ -73,7 +73,7 @@ class VirtualLoader(KeyedLoader):
         look: as for `KeyedLoader`.
         here: the virtual ranks of this process.
         count: of all virtual ranks.
-        run_seed: of what the steps draw.
+        run_seed: of what the steps draw; it may be changed between two passes.
     """
 
     order: VirtualOrder
@@ -81,7 +81,7 @@ class VirtualLoader(KeyedLoader):
     def __init__(
         self, loader: DataLoader[Any], seed: int, look: Look | None, here: range, count: int, run_seed: int
     ) -> None:
-        self._run_seed = run_seed
+        self.run_seed = run_seed
         super().__init__(loader, seed, look, order=VirtualOrder(loader, seed, here, count))
 
     def begin(self, number: int, position: int = 0, at_position: Any = None) -> Iterator[Any]:
@@ -93,7 +93,7 @@ class VirtualLoader(KeyedLoader):
         assert order.samples is not None
         for at in range(position, position + order.batches(order.samples - position) * order.step, order.step):
             batches = tuple([next(shares) if has_samples else None for has_samples in order.shares_at(at)])
-            yield Shares(batches, order.here.start, rng.derive(self._run_seed, number, at))
+            yield Shares(batches, order.here.start, rng.derive(self.run_seed, number, at))
         next(shares, None)  # so that workers end as after any pass
 
 

@@ -306,7 +306,10 @@ class DataCursor:
                 self._keyed = loader, VirtualLoader(loader, seed, look, *self._virtual, self.seed)
             else:
                 self._keyed = loader, KeyedLoader(loader, seed, look, (here.rank, here.count) if shared else None)
-        return self._keyed[1]
+        made = self._keyed[1]
+        if isinstance(made, VirtualLoader):
+            made.run_seed = self.seed
+        return made
 
     def changed_in_workers(self) -> set[str]:
         """The attributes of the dataset and the `collate_fn` that have changed in a worker, unsaved."""

@@ -14,10 +14,12 @@ from pulsetrain import Loop, TrainingConfig
 from pulsetrain.engine import Accumulate, Events, TorchBackend
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
+from pulsetrain.engine.distributed.ranks import VirtualRanks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.handlers import EMA, EventRecorder
+from pulsetrain.state.data_cursor import DataCursor
 from tests.support.models import pairs, regression_model
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import linear, make_with
@@ -45,6 +47,35 @@ def test_weights_losses_and_optimizer_states_have_the_bits_of_one_process(proces
     assert losses_in(tmp_path / "several") == losses_in(tmp_path / "one")
     assert len(losses_in(tmp_path / "one")["metrics_logged"]) == 4
     assert one[3:] == (3 * 17, 1)
+
+
+class Convolving(nn.Module):
+    """Convolutions, whose weights and gradients have the memory format of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 8, 2), nn.GroupNorm(2, 8), nn.Dropout2d(0.2), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, 1)
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.layers(inputs.reshape(-1, 1, 2, 2).to(memory_format=torch.channels_last))
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"}, {"precision": "fp16"}, {"activation_checkpointing": "*"}, {"optimizer": "muon"},
+        {"clip_grad_value": 0.1, "clip_grad_norm": None}, {"model": Convolving()}, {"accumulate": 1, "count": 2},
+    ],
+    ids=["bf16", "fp16", "activation checkpointing", "muon", "clipped values", "convolutions", "no accumulation"],
+)  # fmt: skip
+def test_other_settings_have_the_bits_of_one_process_too(options: dict[str, Any]):
+    (one,) = run_on(1, lambda rank: trained(**options))
+    assert run_on(2, lambda rank: trained(**options)) == [one] * 2
 
 
 def test_the_number_of_virtual_ranks_shows_in_the_bits():
@@ -188,6 +219,22 @@ def test_averages_and_random_numbers_of_handlers_are_the_same_too():
     (one,) = run_on(1, body)
     assert run_on(2, body) == [one] * 2
     assert len(set(one[1])) == 15
+
+
+def test_another_seed_of_the_run_changes_what_steps_draw_and_not_the_order_of_a_seeded_loader():
+    def passed(cursor: DataCursor) -> list[tuple[list[list[float]], int]]:
+        shares = list(cursor.begin(loader, 0))
+        return [([each.tolist() for each, _ in one.batches], one.seed) for one in shares]
+
+    loader = DataLoader(pairs(16), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    rank = VirtualRanks(range(2), 2)
+    cursor = DataCursor(1, virtual=rank)
+    first, fresh = passed(cursor), passed(DataCursor(2, virtual=rank))
+    cursor.reset()
+    cursor.seed = 2
+    assert passed(cursor) == fresh
+    assert [rows for rows, _ in first] == [rows for rows, _ in fresh]
+    assert not {seed for _, seed in first} & {seed for _, seed in fresh}
 
 
 class Remembering(nn.Module):
