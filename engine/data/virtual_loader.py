@@ -106,6 +106,6 @@ def order_facts(loader: Any, seed: int) -> dict[str, object]:
     dataset: Any = loader.dataset
     indices = []
     while type(dataset) is Subset:
-        indices.append(zlib.crc32(torch.as_tensor(dataset.indices).numpy()))
+        indices.append(zlib.crc32(torch.as_tensor(dataset.indices).numpy().tobytes()))
         dataset = dataset.dataset
     return {"seed of the order": order_seed(loader, seed), "indices of the subset": indices}
