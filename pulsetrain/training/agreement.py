@@ -110,9 +110,15 @@ class Agreement:
             warden.stop()
 
     def check_alike(
-        self, config: TrainingConfig, model: object, strategy: object, loader: Iterable[object], device: torch.device
+        self,
+        config: TrainingConfig,
+        model: object,
+        strategy: object,
+        loader: Iterable[object],
+        device: torch.device,
+        further: Mapping[str, object],
     ) -> None:
-        """Refuse ranks that were started differently; `model` may be several modules by name.
+        """Refuse ranks that were started differently; `model` may be several modules by name, `further` are more facts.
 
         Raises:
             ConfigurationError: they were; the message names a rank, what differs, and both values.
@@ -137,6 +143,7 @@ class Agreement:
                 "batches in a pass": length_of(loader),
                 "the model's tensors": sorted(shapes.items()),
                 **settings,
+                **further,
                 **versions,
                 **_code_of([strategy, *(part for each in modules.values() for part in _parts_of(each))]),
             },
