@@ -204,7 +204,7 @@ class RunDriver:
             self._run.load_checkpoint(source)
             return
         manager, control = self._registry.checkpointer("train(resume='latest')").manager, self._agreement.control
-        latest = control.main_decides(manager.get_latest)
+        latest = control.main_decides(manager.get_latest, patient=True)  # it reads all of the newest one
         if latest is not None:
             self._run.load_checkpoint(latest)
             return

@@ -122,26 +122,32 @@ def diff_ranks(run: str | Path) -> RanksDiff:
         RecordingError: it has the log of one process alone.
     """
     ranks = logged_ranks(run)
-    logs = {rank: EventLog(run, rank) for rank in ranks}
     if ranks[0] != 0:
         raise RecordingError(f"{run}: has no log of rank 0, with which the others would be compared")
+    main = EventLog(run)
     if len(ranks) < 2:
         raise RecordingError(
             f"{run}: has the log of rank {ranks[0]} alone; an EventRecorder among the handlers of a run of several "
             "processes writes one in each"
         )
-    compared = [_compared(Path(run), tuple(ranks), logs[0], logs[rank], rank) for rank in ranks[1:]]
+    compared: list[RanksDiff] = []
+    reported, damage = _diverged(main), list[str]()
+    for rank in ranks[1:]:
+        log = EventLog(run, rank)  # two are open at a time: there may be more logs than files that a process may open
+        compared.append(_compared(Path(run), tuple(ranks), main, log, rank))
+        reported += _diverged(log)
+        damage += [f"rank {rank}: {each}" for each in log.damage]
+    damage = [f"rank 0: {each}" for each in main.damage] + damage
     found, least = [each for each in compared if each], min(each.agreed for each in compared)
-    damage = tuple(dict.fromkeys(f"rank {rank}: {each}" for rank, log in logs.items() for each in log.damage))
     first = min(found, key=lambda each: each.agreed, default=RanksDiff(Path(run), tuple(ranks), least))
-    return replace(first, damage=damage, reported=_reported(logs.values()))
+    payload = min(reported, key=lambda event: event.t).payload if reported else None
+    return replace(
+        first, damage=tuple(dict.fromkeys(damage)), reported="" if payload is None else describe_divergence(payload)
+    )
 
 
-def _reported(logs: Iterable[EventLog]) -> str:
-    """What RANKS_DIVERGED has named first."""
-    events = [event for log in logs for event in log.read(event="ranks_diverged") if not log.is_superseded(event.seq)]
-    payload = min(events, key=lambda event: event.t).payload if events else None
-    return "" if payload is None else describe_divergence(payload)
+def _diverged(log: EventLog) -> list[LoggedEvent]:
+    return [event for event in log.read(event="ranks_diverged") if not log.is_superseded(event.seq)]
 
 
 def describe_divergence(payload: Mapping[str, Json]) -> str:
