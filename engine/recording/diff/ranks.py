@@ -133,7 +133,7 @@ def diff_ranks(run: str | Path) -> RanksDiff:
     compared: list[RanksDiff] = []
     reported, damage = _diverged(main), list[str]()
     for rank in ranks[1:]:
-        log = EventLog(run, rank)  # two are open at a time: there may be more logs than files that a process may open
+        log = EventLog(run, rank)  # one after the other: each open log has its file mapped, and may be large
         compared.append(_compared(Path(run), tuple(ranks), main, log, rank))
         reported += _diverged(log)
         damage += [f"rank {rank}: {each}" for each in log.damage]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -55,6 +56,24 @@ def saved(folder: Path, without: tuple[int, ...] = ()) -> Path:
     path = manager.save(quarter(0), step=7, form="safetensors", others=Four(write), target=target)
     assert isinstance(path, Path)
     return path
+
+
+def test_a_process_writes_nothing_about_pieces_that_it_does_not_have(tmp_path: Path):
+    folder = saved(tmp_path)
+    for rank, names in ((1, {"model/matrix"}), (2, {"model/matrix", "model/bias"})):
+        with (folder / f"rank-{rank:05d}.safetensors").open("rb") as file:
+            entries, metadata = read_header(file)
+        assert entries.keys() == names
+        assert json.loads(metadata["pulsetrain.pieces"]).keys() == names
+
+
+def test_a_tensor_without_items_is_saved_by_the_main_process(tmp_path: Path):
+    manager, nothing = CheckpointManager(tmp_path), Piece(torch.empty(0, 3), (0, 3), (0, 0))
+    target = manager.target("checkpoint", 7)
+    state = {"model": {"nothing": nothing}}
+    others = Four(lambda rank: manager.write_pieces(state, target, rank))
+    path = manager.save(state, step=7, form="safetensors", others=others, target=target)
+    assert load_checkpoint(path)["model"]["nothing"].shape == (0, 3)  # type: ignore[call-overload,index]
 
 
 def test_pieces_of_four_processes_are_one_checkpoint(tmp_path: Path):

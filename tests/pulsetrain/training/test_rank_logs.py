@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,23 @@ def test_logs_that_end_at_different_moments_agree(lengths: tuple[int, int], tmp_
     found = diff_ranks(tmp_path)
     assert not found, str(found)
     assert found.agreed == 10
+
+
+def test_of_many_logs_that_are_compared_a_few_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    there, counts = weakref.WeakSet[EventLog](), list[int]()
+
+    class Watched(EventLog):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            there.add(self)
+            counts.append(len(there))
+
+    for rank in range(20):
+        write_log(tmp_path, rank, 8, differs_at=2 * (rank == 13))
+    monkeypatch.setattr("pulsetrain.engine.recording.diff.ranks.EventLog", Watched)
+    found = diff_ranks(tmp_path)
+    assert (found.rank, found.agreed, list(found.fields or {})) == (13, 5, ["payload.grad_norm"])
+    assert (len(counts), max(counts)) == (20, 3)
 
 
 @pytest.mark.parametrize("thins", [0, 1])
