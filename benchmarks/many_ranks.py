@@ -125,6 +125,7 @@ def checkpoints() -> Iterator[Row]:
     for what in ("write", "read"):
         name = f"a manifest of 10,000 files: {what}, ms"
         yield Row(name=name, measured=found[MANY][what], kind="absolute")
+    pieces_of(10, 5)  # what is done once
     few, many = pieces_of(100, 50), pieces_of(400, 50)
     ratio = many["us"] / few["us"]
     yield Row(name="a piece of a tensor among 400 files / among 100", measured=ratio, kind="ratio", bound=FLAT)

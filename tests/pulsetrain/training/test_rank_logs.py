@@ -8,6 +8,7 @@ import random
 import signal
 import weakref
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_of_many_logs_that_are_compared_a_few_are_open_at_a_time(tmp_path: Path,
 
     for rank in range(20):
         write_log(tmp_path, rank, 8, differs_at=2 * (rank == 13))
-    monkeypatch.setattr("pulsetrain.engine.recording.diff.ranks.EventLog", Watched)
+    monkeypatch.setattr(import_module(diff_ranks.__module__), "EventLog", Watched)
     found = diff_ranks(tmp_path)
     assert (found.rank, found.agreed, list(found.fields or {})) == (13, 5, ["payload.grad_norm"])
     assert (len(counts), max(counts)) == (20, 3)
