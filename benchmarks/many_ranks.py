@@ -26,7 +26,7 @@ from benchmarks.scaling.files import (
     write_logs,
 )
 from benchmarks.scaling.pulses import NUMBERS, Training, in_ring, in_tree, seconds_between_pulses, simulate
-from benchmarks.scaling.stores import requests_of_joining, requests_per_second, seconds_of_a_sum
+from benchmarks.scaling.stores import of_a_group, requests_of_joining, requests_per_second, seconds_of_a_sum
 from examples.byte_lm.model import ByteGPT
 from pulsetrain.engine.distributed import replicas
 from pulsetrain.engine.distributed.failures import look_interval
@@ -89,15 +89,23 @@ def store() -> Iterator[Row]:
     yield Row(name="joining: requests of a rank", measured=joining[128], kind="size")
     seconds = joining[128] * MANY / rates[8]
     yield Row(name="joining: 10,000 ranks, extrapolated, s", measured=seconds, kind="absolute")
-    for what, least, requests in (
+    requests, files = of_a_group(16, lazy=True)
+    fewer, _ = of_a_group(8, lazy=True)
+    every, all_files = of_a_group(16, lazy=False)
+    yield Row(name="a group: requests of a rank of 16 / of 8", measured=requests / fewer, kind="size", bound=1.25)
+    yield Row(name="a group: requests of a rank", measured=requests, kind="size")
+    yield Row(name="a group: files of a rank", measured=files, kind="size", bound=8.0)
+    yield Row(name="a group in which all connect to all: requests of a rank of 16", measured=every, kind="size")
+    yield Row(name="a group in which all connect to all: files of a rank of 16", measured=all_files, kind="size")
+    for what, least, asked in (
         ("looking for failures", 1.0, 4),
         ("waiting for a save", 0.02, 3),
         ("showing that they save", 0.5, 1),
     ):
-        interval = look_interval(least, requests, MANY)
+        interval = look_interval(least, asked, MANY)
         yield Row(
             name=f"10,000 ranks {what}: requests a second",
-            measured=requests * MANY / interval,
+            measured=asked * MANY / interval,
             kind="size",
             bound=STORE,
             also={"between two, s": interval},

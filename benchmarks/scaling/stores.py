@@ -7,16 +7,22 @@ import os
 import socket
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # part of torch's documented interface
+from torch.distributed import (  # type: ignore[attr-defined]  # part of torch's documented interface
+    HashStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 
 from pulsetrain.engine.distributed.joining import _absent_after, join
 from pulsetrain.engine.distributed.ranks import Ranks
 
-__all__ = ["requests_of_joining", "requests_per_second", "seconds_of_a_sum"]
+__all__ = ["of_a_group", "requests_of_joining", "requests_per_second", "seconds_of_a_sum"]
 
 
 def requests_per_second(clients: int, seconds: float = 1.0) -> float:
@@ -70,6 +76,65 @@ def requests_of_joining(ranks: int) -> int:
     for thread in threads:
         thread.join()
     return max(store.requests for store in stores)
+
+
+class _Counted(Store):
+    """A store that counts what torch asks for a rank."""
+
+    def __init__(self, store: HashStore) -> None:
+        super().__init__()
+        self._store, self.requests = store, 0
+
+    def set(self, key: str, value: str) -> None:
+        """One request."""
+        self.requests += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """One request."""
+        self.requests += 1
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        """One request."""
+        self.requests += 1
+        self._store.wait(keys, *timeout)
+
+    def has_extended_api(self) -> bool:
+        """Whether several keys may be asked for at once; as in a store with a prefix."""
+        return False
+
+
+def of_a_group(ranks: int, *, lazy: bool) -> tuple[float, float]:
+    """Requests of a rank, and files that it has open, for a gloo group and one sum in it; each rank is a thread."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_make_group, args=(ranks, lazy, theirs), daemon=True)
+    process.start()
+    found: tuple[float, float] = mine.recv()
+    process.join()
+    return found
+
+
+def _make_group(ranks: int, lazy: bool, connection: Connection) -> None:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))  # read once by torch
+    shared = HashStore()
+    stores, before = [_Counted(shared) for _ in range(ranks)], len(os.listdir("/proc/self/fd"))
+    over = threading.Barrier(ranks + 1)
+
+    def meet(rank: int) -> None:
+        group: Any = ProcessGroupGloo(stores[rank], rank, ranks, timedelta(seconds=60))
+        group.allreduce([torch.ones(64, dtype=torch.float64)]).wait()
+        over.wait()  # the group is still there
+        over.wait()
+
+    threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    over.wait()
+    opened = len(os.listdir("/proc/self/fd")) - before
+    connection.send((sum(store.requests for store in stores) / ranks, opened / ranks))
+    os._exit(0)
 
 
 def seconds_of_a_sum(ranks: int, count: int = 200) -> float:

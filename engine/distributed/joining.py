@@ -24,6 +24,7 @@ from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 __all__ = ["busy", "check_alike", "join", "leave"]
 
 TIMEOUT = 60.0  # seconds
+_EAGER = 64  # processes up to which each connects to each other one
 _ALONE = "; tasks of srun that train a model each need RANK=0 and WORLD_SIZE=1"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of a function, differs between processes
 _joined: tuple[object, ControlGroup] | None = None  # torch's default group, and ours beside it
@@ -49,6 +50,9 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     found = ranks()
     if found.world_size == 1:
         return ControlGroup(found)
+    if found.world_size > _EAGER:
+        # else each process connects to each other one before the first collective, and asks the store where each is
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store: Store | None = None
     if not torch.distributed.is_initialized():
         store = _meet(found, timeout)
