@@ -22,9 +22,10 @@ from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.engine.recording.where import positions, stragglers
+from pulsetrain.handlers.run_files.run_file import _listed
 from pulsetrain.report.processes import read_processes
 
-__all__ = ["EVENTS", "bytes_of_a_process", "log_bytes", "manifest_of", "pieces_of", "read_logs", "write_logs"]
+__all__ = ["EVENTS", "bytes_of_processes", "log_bytes", "manifest_of", "pieces_of", "read_logs", "write_logs"]
 
 EVENTS = 6  # of an iteration in each rank's log
 _T = 1_790_000_000_000_000_000
@@ -128,10 +129,11 @@ def pieces_of(files: int, tensors: int) -> dict[str, float]:
     return {"us": 1e3 * taken / (files * tensors), "bytes": held / (files * tensors)}
 
 
-def bytes_of_a_process() -> int:
-    """What run.json holds of a process at each start of a run."""
-    process = {"host": "gpu-node-0001", "pid": 123_456, "environment": describe_environment(torch.device("cpu"))}
-    return len(msgspec.json.format(msgspec.json.encode(process), indent=2))
+def bytes_of_processes(ranks: int) -> int:
+    """What run.json holds of so many processes at each start of a run."""
+    environment = describe_environment(torch.device("cpu"))
+    found = [{"host": f"gpu-{rank // 8:04d}", "pid": 123_456, "environment": environment} for rank in range(ranks)]
+    return len(msgspec.json.format(msgspec.json.encode(_listed(found)), indent=2))
 
 
 def _timed(work: Callable[[], object]) -> float:

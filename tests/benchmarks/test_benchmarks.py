@@ -68,6 +68,7 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
             "10,000 ranks waiting for a save: requests a second": 10_000.0,
             "10,000 ranks showing that they save: requests a second": 10_000.0,
             "checks at the start, 10,000 ranks: bytes for each": 1_024.0,
+            "run.json, 10,000 ranks: MB for each start": 1.0,
             "a piece of a tensor among 400 files / among 100": 2.0,
             "a piece of a tensor: bytes in memory": 400.0,
             "a log: bytes of an iteration": 180.0,

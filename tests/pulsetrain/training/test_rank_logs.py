@@ -319,10 +319,26 @@ def test_where_says_that_a_run_has_ended(tmp_path: Path, capsys: Any):
     assert main(["where", str(tmp_path / "nowhere")]) == 2
 
 
+@pytest.mark.slow
+def test_run_json_has_the_environments_of_processes_that_differ(tmp_path: Path):
+    def body(rank: int) -> Any:
+        made = make(linear(), DataLoader(pairs(12), 6), EventRecorder(tmp_path))
+        for each in made.agreement.processes[1:]:
+            each["environment"] = {"torch": "another"}
+        made.train()
+        return len(made.processes)
+
+    assert [each.value for each in in_processes(body, 3)] == [3, 0, 0]
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [each["environment"]["torch"] for each in start["processes"]] == [torch.__version__, "another", "another"]
+
+
 def test_run_json_has_the_host_and_the_environment_of_each_process(tmp_path: Path):
     finish(tmp_path)
     (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert [each["environment"]["torch"] for each in start["processes"]] == [torch.__version__] * 2
+    first, second = start["processes"]
+    assert first["environment"]["torch"] == torch.__version__
+    assert "environment" not in second, "it is the same"
     assert len({each["pid"] for each in start["processes"]}) == 2
     assert start["processes"][0]["pid"] == start["pid"]
 
