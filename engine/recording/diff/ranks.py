@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.diff.fields import ABSENT, leaves
-from pulsetrain.engine.recording.diff.result import describe_event, field_table
+from pulsetrain.engine.recording.diff.result import describe_event, field_table, spans
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import MEASURED, Json, LoggedEvent
 from pulsetrain.engine.recording.log.thinning import FREQUENT, THINNED
@@ -72,9 +72,8 @@ class RanksDiff:
         return self.event is not None or self.reported != ""
 
     def __str__(self) -> str:
-        names = ", ".join(map(str, self.ranks))
         if self.event is None:
-            lines = [f"{self.run}: ranks {names} agree in {self.agreed:,} events"]
+            lines = [f"{self.run}: ranks {spans(self.ranks)} agree in {self.agreed:,} events"]
         else:
             lines = [
                 f"{self.run}: rank {self.rank} differs from rank 0 after {self.agreed:,} events that agree",
@@ -156,7 +155,7 @@ def describe_divergence(payload: Mapping[str, Json]) -> str:
     >>> describe_divergence({"field": "0.weight", "ranks": [1], "values": ["a", "b"], "at_iteration": 42})
     '0.weight of rank 1, found after iteration 42'
     """
-    ranks = ", ".join(map(str, payload.get("ranks") or ()))
+    ranks = spans(payload.get("ranks") or ())
     return f"{payload.get('field')} of rank {ranks}, found after iteration {payload.get('at_iteration')}"
 
 
