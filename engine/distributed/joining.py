@@ -24,7 +24,7 @@ from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 __all__ = ["busy", "check_alike", "join", "leave"]
 
 TIMEOUT = 60.0  # seconds
-_EAGER = 64  # processes up to which each connects to each other one
+_EAGER = 256  # processes up to which each connects to each other one: in two groups, that takes 520 open files
 _ALONE = "; tasks of srun that train a model each need RANK=0 and WORLD_SIZE=1"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of a function, differs between processes
 _joined: tuple[object, ControlGroup] | None = None  # torch's default group, and ours beside it
