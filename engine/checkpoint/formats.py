@@ -18,7 +18,7 @@ from pulsetrain.engine.checkpoint.manifest import STATES
 from pulsetrain.engine.checkpoint.pieces import Piece, StoredPiece, check_cover
 from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_file, read_header
-from pulsetrain.engine.checkpoint.tree_codec import decode_tree, encode_tree
+from pulsetrain.engine.checkpoint.tree_codec import Encoded, decode_tree, encode_tree
 from pulsetrain.engine.errors import CheckpointError
 
 __all__ = [
@@ -81,15 +81,15 @@ def state_file(content: dict[str, Plain], form: Form) -> StateFile:
     metadata = {_TREE: encoded.text}
     if not encoded.pieces:
         return StateFile(file_writer(encoded.arrays, metadata), FORMS[form])
-    return StateFile(file_writer(encoded.arrays, metadata | _offsets(encoded.pieces)), IN_PIECES, encoded.pieces)
+    return StateFile(file_writer(encoded.arrays, metadata | _offsets(encoded)), IN_PIECES, encoded.pieces)
 
 
 def piece_file(content: dict[str, Plain]) -> Write:
     """A function that writes the pieces alone that a process has of a state, of which another one writes the rest."""
     encoded = encode_tree(content)
     # without those that another process writes, or nobody has: readers look at each piece of each file
-    pieces = {name: piece for name, piece in encoded.pieces.items() if piece.data.numel()}
-    return file_writer({name: encoded.arrays[name] for name in pieces}, _offsets(pieces))
+    encoded = encoded._replace(pieces={name: each for name, each in encoded.pieces.items() if each.data.numel()})
+    return file_writer({name: encoded.arrays[name] for name in encoded.pieces}, _offsets(encoded))
 
 
 def stored_pieces(files: Iterable[Callable[[], IO[bytes]]]) -> dict[str, list[StoredPiece]]:
@@ -127,8 +127,8 @@ def read_state(file: IO[bytes], number: int, pieces: Mapping[str, list[StoredPie
     return decode_tree(metadata[_TREE], arrays, pieces)
 
 
-def _offsets(pieces: Mapping[str, Piece]) -> dict[str, str]:
-    return {_OFFSETS: json.dumps({name: list(piece.offset) for name, piece in pieces.items()})}
+def _offsets(encoded: Encoded) -> dict[str, str]:
+    return {_OFFSETS: json.dumps({name: list(piece.offset) for name, piece in encoded.pieces.items()})}
 
 
 def check_form(caller: str, form: str | None) -> None:
