@@ -387,7 +387,9 @@ class Trainer(RunView):
             CheckpointError: it is damaged, or does not fit this trainer.
         """
         folder = resolve(path)
-        self.load_checkpoint_state(load_checkpoint(folder, in_pieces=IN_PIECES if is_sharded(self.model) else ()))
+        in_pieces = IN_PIECES if is_sharded(self.model) else ()
+        state = load_checkpoint(folder, in_pieces=in_pieces, checked=self.driver.has_checked(folder))
+        self.load_checkpoint_state(state)
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
     def load_checkpoint_state(self, state: Mapping[str, object]) -> None:

@@ -49,7 +49,7 @@ class Agreement:
         self.control = control
         self.attempt: str = control.broadcast(uuid.uuid4().hex)
         self.pulse = Pulse(control, every)
-        self.processes: list[dict[str, object]] = []  # by rank, where there are several: host, pid and environment
+        self.processes: list[dict[str, object]] = []  # host, pid and environment of each, in the main one of several
         self.drift = DriftCheck(control)
         self._ends_together = False  # whether the ranks have agreed on the run's end
 
@@ -135,7 +135,7 @@ class Agreement:
         }
         environment = describe_environment(device)
         here: dict[str, object] = {"host": socket.gethostname(), "pid": os.getpid(), "environment": environment}
-        self.processes = self.control.gather(here)
+        self.processes = self.control.collect(here)
         versions = {name: each for name, each in environment.items() if name not in _MAY_DIFFER}
         check_alike(
             self.control,
