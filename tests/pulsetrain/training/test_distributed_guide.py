@@ -26,9 +26,13 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
 
 
+def python_with(text: str) -> str:
+    (found,) = (each for each in blocks("python") if text in each)
+    return found
+
+
 def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_processes_differ():
-    python = blocks("python")
-    sharding, stopping = python[0], python[-1]
+    sharding, stopping = python_with("Topology(shard=2)"), python_with("RANKS_DIVERGED")
 
     def body(rank: int) -> Any:
         names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
@@ -57,7 +61,7 @@ def test_the_yaml_about_several_processes_describes_a_topology():
 
 
 def test_the_python_about_virtual_ranks_gives_two_processes_the_bits_of_one():
-    _, code, _ = blocks("python")
+    code = python_with("virtual")
 
     def body(rank: int) -> Any:
         names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
