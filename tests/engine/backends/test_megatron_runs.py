@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from pulsetrain import verify
-from pulsetrain.engine import Events, Every, MegatronBackend, MegatronGPT
+from pulsetrain import Trainer, TrainingConfig, verify
+from pulsetrain.engine import Events, Every, MegatronBackend, MegatronGPT, PretrainStrategy
 from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.handlers import EMA, EarlyStopping, Fingerprints, NaNGuard
+from pulsetrain.handlers import EMA, EarlyStopping, Fingerprints, GradientMonitor, NaNGuard
 from tests.support.runs_of_megatron import (
     GPT,
     LLAMA,
@@ -21,6 +22,7 @@ from tests.support.runs_of_megatron import (
     make,
     needs_megatron,
     resuming,
+    texts,
     together,
     whole,
 )
@@ -144,3 +146,42 @@ def test_a_frozen_copy_has_the_weights_of_the_model_and_memory_of_its_own(proces
 
     for found in together(run) if processes == 2 else [alone(run)]:
         assert found == (True, False, False)
+
+
+def test_gradient_norms_by_module_are_those_of_the_whole_modules():
+    def run(rank: int, tensor: int) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+        trainer = make(LLAMA, GradientMonitor(Every(updates=1), by="module"), tensor=tensor, max_epochs=1)
+        trainer.on(Events.METRICS_LOGGED)(lambda engine, event: found.append(dict(event.payload.metrics)))
+        trainer.train()
+        return [{name: value for name, value in each.items() if name.startswith("grad_norm")} for each in found]
+
+    one = alone(lambda rank: run(rank, 1))
+    assert "grad_norm/gpt.decoder.layers.1.mlp.linear_fc1" in one[0]
+    for found in together(lambda rank: run(rank, 2)):
+        assert found == [pytest.approx(each, abs=1e-5) for each in one]
+
+
+def test_an_optimizer_that_was_made_over_a_built_model_trains_it():
+    def run(rank: int, tensor: int) -> Any:
+        backend = MegatronBackend("cpu", tensor=tensor)
+        model = backend.build(MegatronGPT(**GPT))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        trainer = Trainer(
+            model, DataLoader(texts(), 8), strategy=PretrainStrategy(), optimizer=optimizer, backend=backend,
+            config=TrainingConfig(max_epochs=2, progress=False),
+        )  # fmt: skip
+        return trainer.train()["train/loss"]
+
+    one = alone(lambda rank: run(rank, 1))
+    assert one[1] < one[0]
+    assert together(lambda rank: run(rank, 2)) == [pytest.approx(one, abs=1e-5)] * 2
+
+
+def test_a_model_in_bfloat16_learns_on_two_processes():
+    def run(rank: int) -> Any:
+        trainer = make(GPT, tensor=2, dtype="bfloat16", max_epochs=3)
+        losses = trainer.train()["train/loss"]
+        return losses[-1] < losses[0] - 0.1, {str(each.dtype) for each in trainer.model.parameters()}
+
+    assert together(run) == [(True, {"torch.bfloat16"})] * 2
