@@ -41,9 +41,13 @@ class ShardingRules:
 
     def __init__(self, mesh: Mapping[str, int], sharding: str | Mapping[str, object] = "replicated") -> None:
         self.axes, self.sharding = _checked_axes(mesh), sharding
-        self.default, self._patterns = "replicated", {}
+        self.default = "replicated"
+        self._patterns: dict[
+            str, tuple[str | Spec, Mapping[str, object]]
+        ] = {}  # what each asks for, and as it was given
         if isinstance(sharding, Mapping):
-            self._patterns = {pattern: self._parsed(value, {pattern: value}) for pattern, value in sharding.items()}
+            for pattern, value in sharding.items():
+                self._patterns[str(pattern)] = self._parsed(value, {pattern: value}), {pattern: value}
         else:
             self.default = self._word(sharding, sharding, "'fsdp', 'replicated' or a mapping of patterns")
 
@@ -59,12 +63,12 @@ class ShardingRules:
             ConfigurationError: a pattern matches no parameter, a dimension does not divide by its axes, or "fsdp"
                 splits no parameter.
         """
-        for pattern in self._patterns:
+        for pattern, (_, given) in self._patterns.items():
             if not any(fnmatchcase(path, pattern) for path in shapes):
                 near = get_close_matches(pattern, shapes, n=1) or list(shapes)[:3]
                 self._refuse(
                     f"matches none of the model's {len(shapes)} parameters, such as {', '.join(map(repr, near))}",
-                    {pattern: self.sharding[pattern]},  # type: ignore[index]
+                    given,
                 )
         found = {path: self._spec(path, shape, annotated.get(path, ())) for path, shape in shapes.items()}
         if self.default == "fsdp" and not any(found.values()):
@@ -76,11 +80,10 @@ class ShardingRules:
         return found
 
     def _spec(self, path: str, shape: Shape, annotated: Sequence[object]) -> Spec:
-        for pattern, value in self._patterns.items():
+        for pattern, (value, given) in self._patterns.items():
             if fnmatchcase(path, pattern):
                 if isinstance(value, str):
                     return self._by_word(value, shape)
-                given = {pattern: self.sharding[pattern]}  # type: ignore[index]
                 return self._fitting(value, path, shape, "leave it out of the pattern", given)
         if annotated:
             return self._fitting(self._known(annotated, path), path, shape, "give its path a pattern in `sharding`")
