@@ -225,28 +225,73 @@ def smaller_batch() -> Found:
     }
 
 
+def wide(weights: Any, inputs: Any) -> Any:
+    """With its kernel alone split, XLA would split the gradients of scale and shift, too, but not in each program."""
+    import jax
+
+    return jax.nn.gelu(inputs @ weights["kernel"] * weights["scale"] + weights["shift"]) @ weights["out"]
+
+
+def wide_weights() -> Any:
+    draw = np.random.default_rng(0).normal
+    shapes = {"kernel": (64, 4096), "scale": (4096,), "shift": (4096,), "out": (4096, 4)}
+    return {name: draw(0.0, 0.1, shape).astype("float32") for name, shape in shapes.items()}
+
+
 @case
 def split_steps() -> Found:
     """A step in one program and one in three have the same bits."""
     found: Found = {}
-    for name, way in WAYS.items():
+    partly = {"mesh": {"data": 2, "model": 2}, "sharding": {"kernel": [None, "model"]}}
+    for name, way in {**WAYS, "partly": partly}.items():
+        model = (wide, wide_weights()) if name == "partly" else (network, network_weights("float32"))
         settings = BackendSettings(device="cpu", clip_grad_norm=0.1)
         core = TrainerCore(JaxBackend("cpu", **way), SupervisedStrategy("mse"), settings)
         backend = core.backend
-        whole = parts = core.init((network, network_weights("float32")), "adamw", learning_rate=0.01)
-        norms = []
+        whole = parts = core.init(model, "adamw", learning_rate=0.01)
+        split, norms = [], []
         for inputs in torch.randn(5, 16, 64, generator=torch.Generator().manual_seed(0)):
             batch = inputs, inputs[:, :4]
             result = core.train_step(batch, whole)
             gradients = backend.forward_backward(parts, backend.prepare_batch(batch, core.strategy), core.strategy)
             gradients = backend.finish_gradients(parts, gradients)
-            split = [leaf.sharding == parameter.sharding for leaf, parameter in zip(
-                backend.paths(gradients.gradients).values(), backend.paths(parts.weights["parameters"]).values(),
-                strict=True,
-            )]  # fmt: skip
+            trees = gradients.gradients, parts.weights["parameters"]
+            pairs = zip(*(backend.paths(tree).values() for tree in trees), strict=True)
+            split += [gradient.sharding == parameter.sharding for gradient, parameter in pairs]
             norms.append([float(result.metrics["grad_norm"]), float(gradients.grad_norm)])
             whole, parts = result.state, backend.apply_gradients(parts, gradients)
         found[name] = {"equal": bits(backend, whole) == bits(backend, parts), "split": all(split), "norms": norms}
+    return found
+
+
+@case
+def batches_split() -> Found:
+    """How a batch of 16 rows and one of 7 reach the model: in training, in evaluation, when the model is called."""
+    import jax
+
+    seen: list[str] = []
+
+    def watched(weights: Any, inputs: Any) -> Any:
+        jax.debug.inspect_array_sharding(
+            inputs, callback=lambda sharding: seen.append(str(sharding.shard_shape((16, 4))))
+        )
+        return inputs @ weights["kernel"]
+
+    core = TrainerCore(JaxBackend("cpu", mesh={"data": 2, "model": 2}), SupervisedStrategy("mse"), check=False)
+    state = core.init((watched, {"kernel": np.ones((4, 1), "float32")}), "sgd")
+    found: Found = {}
+    for rows in (16, 7):
+        batch = torch.ones(rows, 4), torch.ones(rows, 1)
+        steps: dict[str, Callable[[], object]] = {
+            "train": partial(core.train_step, batch, state),
+            "evaluate": partial(core.eval_step, batch, state),
+            "call": partial(core.backend.outputs, state.weights, batch[:1]),
+        }
+        for name, step in steps.items():
+            seen.clear()
+            result = step()
+            found[f"{name} {rows}"] = sorted(set(seen))
+            state = result.state if name == "train" else state  # type: ignore[attr-defined]
     return found
 
 

@@ -57,7 +57,8 @@ def test_losses_norms_and_weights_are_those_of_one_device(numbers, way):
     dtype, found = numbers
     bound = {"float32": 1e-5, "float64": 1e-12}[dtype]
     assert max(found[way][name] for name in ("loss", "norm", "weights")) <= bound
-    assert found["one"]["losses"][-1] < 0.5 * found["one"]["losses"][0], "it learns, or equal losses would say little"
+    losses = found["one"]["losses"]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5]), "it learns, or equal losses would say little"
     assert min(found["one"]["norms"]) > 0.5, "each update is clipped"
 
 
@@ -85,7 +86,7 @@ def test_parameters_and_their_moments_are_split_alike_and_stay_so(numbers, way):
 
 @pytest.fixture(scope="module")
 def small():
-    names = ("programs_of_runs", "smaller_batch", "split_steps", "metadata")
+    names = ("programs_of_runs", "smaller_batch", "batches_split", "split_steps", "metadata")
     return on_four_devices(*names)
 
 
@@ -133,7 +134,14 @@ def test_a_smaller_last_batch_is_computed_by_all_devices_and_compiled_once(small
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("step", ["train", "evaluate", "call"])
+def test_each_device_computes_its_rows_of_a_batch_that_divides(small, step):
+    assert small["batches_split"][f"{step} 16"] == ["(8, 4)"]
+    assert small["batches_split"][f"{step} 7"] == ["(16, 4)"], "all rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [*WAYS, "partly"])
 def test_receivers_of_gradients_change_no_bit(small, way):
     found = small["split_steps"][way]
     assert found["equal"]
