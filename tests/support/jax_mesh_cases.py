@@ -24,7 +24,7 @@ import torch
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, JaxBackend, SupervisedStrategy, TrainerCore
 from pulsetrain.engine.step.protocols import BackendSettings
-from pulsetrain.handlers import EventRecorder, NaNGuard
+from pulsetrain.handlers import EventRecorder, LRFinder, NaNGuard
 from pulsetrain.handlers.recorder.fingerprints import fingerprint_of
 from tests.faults.everything import logged
 from tests.support import programs
@@ -160,7 +160,7 @@ def small_run(handlers: Any = (), data: Any = None, backend: Any = None, model: 
     )
 
 
-def kept(run: Trainer) -> Found:
+def compilations(run: Trainer) -> Found:
     """Programs, and what XLA has compiled since the last call."""
     listened = [name for name in _compiled if name == "jit(counted)"]
     _compiled.clear()
@@ -186,14 +186,20 @@ def programs_of_runs() -> Found:
 
     def note(name: str, run: Trainer) -> None:
         run.train()
-        found[name] = kept(run)
+        found[name] = compilations(run)
 
     note("plain", small_run())
     note("clipping", small_run(schedule="cosine", warmup_steps=5, clip_grad_norm=1.0, clip_grad_value=0.1))
     note("accumulation", small_run(accumulate=3, clip_grad_norm=1.0))
     note("guard", small_run([NaNGuard()]))
     norm = nnx_model(torch_model().state_dict(), 0.3, norm=True)
-    note("nnx", small_run(model=norm, backend=JaxBackend(mesh={"data": 2, "model": 2}, sharding=NNX)))
+    run = small_run(model=norm, backend=JaxBackend(mesh={"data": 2, "model": 2}, sharding=NNX))
+    note("nnx", run)
+    norm.eval()
+    inputs = batches(1)[0][0]
+    difference = np.abs(np.asarray(norm(inputs.numpy())) - run.model(inputs).numpy())
+    found["nnx"]["published"] = float(difference.max())
+    note("finder", small_run([LRFinder(iterations=20)]))  # its steps are rolled back
 
     written = small_run()
 
@@ -215,7 +221,7 @@ def smaller_batch() -> Found:
     runs = {name: small_run(data=data, backend=make()) for name, make in (("mesh", MESH), ("one", JaxBackend))}
     _compiled.clear()
     runs["mesh"].train()
-    found = {"compiled": kept(runs["mesh"])}
+    found = {"compiled": compilations(runs["mesh"])}
     runs["one"].train()
     mine, theirs = (runs[name].model.state_dict() for name in ("mesh", "one"))
     return {
@@ -330,7 +336,7 @@ def checkpoints() -> Found:
                 "split": split_of(after),
                 "waiting": waiting,
                 "continued": max(abs(mine - theirs) for mine, theirs in losses),
-                "compiled": kept(inside),
+                "compiled": compilations(inside),
             }
     return found
 

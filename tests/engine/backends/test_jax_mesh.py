@@ -101,6 +101,7 @@ IN_PARTS = {"gradients": [1, 1], "finish": [1, 1], "apply": [1, 1], "evaluate": 
         ("plain", WHOLE),
         ("clipping", WHOLE),
         ("written", WHOLE),  # weights are written between two epochs
+        ("finder", WHOLE),  # steps are rolled back
         ("guard", IN_PARTS),
         ("accumulation", {**IN_PARTS, "gradients": [2, 2]}),  # the first batch of an update is added to nothing
     ],
@@ -122,6 +123,7 @@ def test_a_model_with_keys_and_statistics_is_compiled_once(small):
     found = small["programs_of_runs"]["nnx"]
     assert {kind: count for kind, (count, _) in found["programs"].items()} == {"train": 1, "evaluate": 1}
     assert found["xla"] == 2
+    assert found["published"] < 1e-6, "the module itself has the trained weights"
 
 
 @pytest.mark.slow
