@@ -199,6 +199,7 @@ def programs_of_runs() -> Found:
     inputs = batches(1)[0][0]
     difference = np.abs(np.asarray(norm(inputs.numpy())) - run.model(inputs).numpy())
     found["nnx"]["published"] = float(difference.max())
+    _compiled.clear()  # the call of the model
     note("finder", small_run([LRFinder(iterations=20)]))  # its steps are rolled back
 
     written = small_run()
