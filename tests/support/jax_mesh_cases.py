@@ -385,16 +385,28 @@ def metadata() -> Found:
     from flax import linen, nnx
 
     found: Found = {}
-    with nnx.use_eager_sharding(False):
+
+    def net() -> Any:
         split = nnx.with_partitioning(nnx.initializers.normal(), (None, "model"))
-        net = nnx.Sequential(nnx.Linear(4, 8, kernel_init=split, rngs=nnx.Rngs(0)), nnx.Linear(8, 3, rngs=nnx.Rngs(1)))
+        first = nnx.Linear(4, 8, kernel_init=split, rngs=nnx.Rngs(0))
+        return nnx.Sequential(first, nnx.Linear(8, 3, rngs=nnx.Rngs(1)))
+
+    with nnx.use_eager_sharding(False):
+        plain = net()
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)):
+        created = net()  # split already
+    assert not created.layers[0].kernel[...].is_fully_replicated
     module = linen.Sequential(
         [
             linen.Dense(8, kernel_init=linen.with_partitioning(linen.initializers.normal(), (None, "model"))),
             linen.Dense(3),
         ]
     )
-    models = {"nnx": net, "linen": (module, module.init(jax.random.key(0), jax.numpy.ones((1, 4))))}
+    models = {
+        "nnx": plain,
+        "created": created,
+        "linen": (module, module.init(jax.random.key(0), jax.numpy.ones((1, 4)))),
+    }
     for name, model in models.items():
         for mesh, sharding in (
             ({"data": 2, "model": 2}, "replicated"),
@@ -408,6 +420,28 @@ def metadata() -> Found:
             found[f"{name} {len(mesh)} {sharding}"] = {
                 path: str(leaf.sharding.spec) for path, leaf in leaves.items() if "kernel" in path
             }
+    return found
+
+
+@case
+def optimizers() -> Found:
+    """States that are not all like the parameters: sums over rows and columns, and a mask; each is compiled once."""
+    import optax
+
+    made = {
+        "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=2),
+        "masked": optax.masked(
+            optax.adam(1e-3), {"0.weight": True, "0.bias": True, "2.weight": False, "2.bias": False}
+        ),
+    }
+    found: Found = {}
+    for name, optimizer in made.items():
+        core = TrainerCore(MESH(), SupervisedStrategy())
+        state = core.init(function_model(torch_model().state_dict()), optimizer)
+        for batch in batches(3):
+            state = core.train_step(batch, state).state
+        leaves = core.backend.paths(state.optimizer)
+        found[name] = {"programs": counted(core.backend), "split": layout(leaves), "leaves": len(leaves)}
     return found
 
 

@@ -86,7 +86,7 @@ def test_parameters_and_their_moments_are_split_alike_and_stay_so(numbers, way):
 
 @pytest.fixture(scope="module")
 def small():
-    names = ("programs_of_runs", "smaller_batch", "batches_split", "split_steps", "metadata")
+    names = ("programs_of_runs", "smaller_batch", "batches_split", "split_steps", "metadata", "optimizers")
     return on_four_devices(*names)
 
 
@@ -151,11 +151,23 @@ def test_receivers_of_gradients_change_no_bit(small, way):
     assert all(whole == parts > 0.1 for whole, parts in found["norms"])
 
 
+@pytest.mark.slow
+def test_other_optimizers_are_compiled_once_and_split_where_they_resemble_a_parameter(small):
+    masked = small["optimizers"]["masked"]
+    assert [each.rpartition("/")[2] for each in masked["split"]] == ["0.weight P('model', None)"] * 2
+    assert small["optimizers"]["adafactor"]["split"] == [], "its sums over rows and columns"
+    for found in small["optimizers"].values():
+        assert found["programs"] == {"train": [1, 1]}
+        assert found["leaves"] > len(found["split"])
+
+
 # ---------------------------------------------------------------------------------------------------- models
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "layer"), [("nnx", "layers/{}/kernel"), ("linen", "layers_{}/kernel")])
+@pytest.mark.parametrize(
+    ("kind", "layer"), [("nnx", "layers/{}/kernel"), ("created", "layers/{}/kernel"), ("linen", "layers_{}/kernel")]
+)
 def test_the_metadata_of_flax_says_what_is_split(small, kind, layer):
     replicated, by_metadata = {"P()", "P(None, None)"}, "P(None, 'model')"
     both, data, by_pattern = (found for name, found in small["metadata"].items() if name.startswith(kind))

@@ -1,6 +1,10 @@
 """The rules by which a mesh splits parameters, which need no device."""
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 from pulsetrain.engine import ConfigurationError
 from pulsetrain.engine.backends.jax_sharding import ShardingRules
@@ -142,3 +146,12 @@ def test_a_mesh_that_does_not_exist_is_refused(mesh, parts):
     with pytest.raises(ConfigurationError, match=parts) as error:
         ShardingRules(mesh)
     assert error.value.argument == "mesh"
+
+
+def test_the_guide_splits_the_example():
+    guide = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+    (block,) = [each for each in re.findall(r"```yaml\n(.*?)```", guide, flags=re.DOTALL) if "JaxBackend" in each]
+    found = ShardingRules(**yaml.safe_load(block)["backend"]["init_args"]).specs(
+        {"blocks/0/expand/kernel": (128, 512), "blocks/0/mix/kernel": (128, 128), "norm/bias": (128,)}, {}
+    )
+    assert list(found.values()) == [((), ("model",)), (("data",),), ()]

@@ -49,5 +49,5 @@ def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_
 
 
 def test_the_yaml_about_several_processes_describes_a_topology():
-    (block,) = blocks("yaml")
+    (block,) = [each for each in blocks("yaml") if "JaxBackend" not in each]
     assert Topology(**yaml.safe_load(block)["parallel"]).sizes(4) == (2, 2)
