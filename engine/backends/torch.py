@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.backends.model_store import InPlaceStore
-from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
+from pulsetrain.engine.backends.micro_batches import MicroBatches, split
+from pulsetrain.engine.backends.pipeline import Pipeline
+from pulsetrain.engine.backends.torch_computation import (
+    TorchComputation,
+    explain,
+    find_device,
+    no_gradient,
+    not_empty,
+)
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
-from pulsetrain.engine.distributed.shards import point_at, shard_module
+from pulsetrain.engine.distributed.shards import broadcast_values, point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
@@ -28,6 +36,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingBatch,
     TrainingResult,
     TrainingStrategy,
+    Tree,
 )
 
 __all__ = ["TorchBackend", "find_device"]
@@ -90,10 +99,13 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             topology=topology,
         )
 
+    pipeline: Pipeline | None = None
+    """Computes the model where several processes have some of its layers each."""
+
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
-        self._bare = self._plain and self.clip_norm is None and self.clip_value is None
+        self._bare = self._plain and self.clip_norm is None and self.clip_value is None and self.topology.pipeline == 1
 
     def environment(self) -> dict[str, object]:
         """How many processes train together, if there are several."""
@@ -102,13 +114,27 @@ class TorchBackend(TorchComputation, InPlaceBackend):
 
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The module on the device, and the optimizer over its parameters."""
-        module = self.module_to_device(model)
         count = ranks().world_size
+        if self.topology.pipeline > 1:
+            return self._make_pipeline(model, optimizer, strategy)
+        module = self.module_to_device(model)
         if self.topology.is_sharded(count) and not is_sharded(module):
             self._shard(module, optimizer)
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)
+        return InPlaceStore(self, module, made)
+
+    def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
+        """The store of a model of which this process keeps some of the layers."""
+        module = self.module_to_device(model)
+        broadcast_values(module)
+        self.pipeline = Pipeline(module, self.topology, self.device, self._autocast)
+        if isinstance(optimizer.chosen, torch.optim.Optimizer):
+            kept = {each: each for each in module.parameters()}
+            point_at(optimizer.chosen, {**kept, **self.pipeline.replaced})
+        made = optimizer.build(module)
+        self._check_sharded(strategy, made)
         return InPlaceStore(self, module, made)
 
     def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
@@ -138,6 +164,17 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             point_at(optimizer.chosen, {each: shards[name] for name, each in whole.items()})
 
+    def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
+        """The strategy's batch, on the device; with a pipeline, its parts are prepared one by one.
+
+        Raises:
+            ValueError: it has no samples, so its mean loss would be nan.
+        """
+        if self.topology.pipeline == 1:
+            return super().prepare_batch(batch, strategy)
+        parts = split(self.to_device(batch), self.topology.parts_of_batch)
+        return not_empty(MicroBatches([strategy.prepare_batch(each) for each in parts]))
+
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:
         """The module and its optimizer themselves."""
         return ModelState(model, optimizer)
@@ -151,6 +188,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
         """Add `scale` times the loss's gradients to the parameters'."""
+        if self.pipeline is not None:
+            return GradientInfo(self.pipeline.train(cast(MicroBatches, batch), strategy, scale))
         _, loss = self.outputs_and_loss(state.weights, batch, strategy)
         return GradientInfo(self.backward(loss, scale))
 
@@ -189,7 +228,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         self.precision.unscale(state.optimizer)
         if type(correction) is not float or correction != 1.0:
             scale_grads(_learning(state.optimizer), correction)
-        return replace(gradients, grad_norm=grad_norm(_learning(state.optimizer))) if measure else gradients
+        if not measure:
+            return gradients
+        norm = grad_norm(_learning(state.optimizer))
+        return replace(gradients, grad_norm=norm if self.pipeline is None else self.pipeline.norm(norm))
 
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False

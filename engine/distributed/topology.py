@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pulsetrain.engine.argument_checks import check_bool, check_whole_number, is_whole
+from pulsetrain.engine.argument_checks import check_bool, check_choice, check_type, check_whole_number, is_whole
 from pulsetrain.engine.distributed.ranks import DataRank, Ranks, ranks
 from pulsetrain.engine.errors import ConfigurationError
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Topology"]
 
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -26,12 +27,18 @@ class Topology:
     With `shard=1` every process has the whole model (DistributedDataParallel). With more, weights, gradients and the
     optimizer's state are split over the processes, and gathered layer by layer while they compute (FSDP2). With
     `tensor` above 1, that many neighbouring processes compute each layer of the plan together, on the same batches.
+    With `pipeline` above 1, each of that many processes has some of the layers, and passes on what it has computed.
 
     Args:
         replicate: copies; -1: as many as there are processes for.
         shard: processes that share one copy; -1: all that are left.
         tensor: processes that compute each layer together (tensor parallelism).
         sequence_parallel: with `tensor`, what lies between those layers is split along the sequence.
+        pipeline: processes that have a part of the layers each (pipeline parallelism).
+        schedule: of the pipeline, "1f1b", "gpipe", or "interleaved", where each process has two parts of the layers.
+        microbatches: parts of each batch that are in the pipeline one after the other; by default two a process.
+        blocks: the path of the model's list of layers, as "model.layers"; by default the one that its `pipeline_plan`
+            names.
         param_dtype: sharded models compute in this type, "bfloat16" or "float16", and keep their weights in the one
             that they have; None: in that one.
         reduce_dtype: the type in which sharded gradients are averaged; None: the type they have.
@@ -48,6 +55,10 @@ class Topology:
     shard: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    blocks: str | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     offload: bool = False
@@ -73,6 +84,42 @@ class Topology:
                 sequence_parallel=True,
                 tensor=1,
             )
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        check_whole_number("Topology", "pipeline", self.pipeline)
+        check_choice("Topology", "schedule", self.schedule, SCHEDULES)
+        check_whole_number("Topology", "microbatches", self.microbatches, or_none=True)
+        check_type("Topology", "blocks", self.blocks, str | None, "the path of the list of layers, as 'model.layers'")
+        if self.pipeline == 1:
+            return
+        together = {"tensor": self.tensor, "shard": self.shard}
+        for name, value in together.items():
+            if value != 1:
+                raise ConfigurationError(
+                    "is not supported together with a pipeline; set one of the two to 1",
+                    "Topology",
+                    **{name: value, "pipeline": self.pipeline},
+                )
+        uneven = self.schedule == "interleaved" and self.parts_of_batch % self.pipeline
+        if self.parts_of_batch < self.pipeline or uneven:
+            raise ConfigurationError(
+                "needs at least one for each process of the pipeline, and for 'interleaved' the same number for each; "
+                "choose a multiple of their number",
+                "Topology",
+                microbatches=self.microbatches,
+                pipeline=self.pipeline,
+            )
+
+    @property
+    def parts_of_batch(self) -> int:
+        """How many parts of each batch are in the pipeline one after the other."""
+        return 2 * self.pipeline if self.microbatches is None else self.microbatches
+
+    @property
+    def parts_of_layers(self) -> int:
+        """In how many parts, one after the other, the layers are split."""
+        return self.pipeline * (2 if self.schedule == "interleaved" else 1)
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """How many copies there are, and in how many parts each.
@@ -80,7 +127,7 @@ class Topology:
         Raises:
             ConfigurationError: so many processes do not fit.
         """
-        known = max(self.replicate, 1) * max(self.shard, 1) * self.tensor
+        known = max(self.replicate, 1) * max(self.shard, 1) * self.tensor * self.pipeline
         fits = world_size % known == 0 if -1 in (self.replicate, self.shard) else world_size == known
         if not fits:
             raise ConfigurationError(
@@ -89,29 +136,33 @@ class Topology:
                 "Topology",
                 replicate=self.replicate,
                 shard=self.shard,
-                **({"tensor": self.tensor} if self.tensor > 1 else {}),
+                **{name: each for name in ("tensor", "pipeline") if (each := getattr(self, name)) > 1},
             )
         replicate = world_size // known if self.replicate == -1 else self.replicate
-        return replicate, world_size // (replicate * self.tensor)
+        return replicate, world_size // (replicate * self.tensor * self.pipeline)
 
     def is_sharded(self, world_size: int) -> bool:
         """Whether so many processes split the model up."""
-        return world_size > 1 and (self.tensor > 1 or self.sizes(world_size)[1] > 1)
+        return world_size > 1 and (self.tensor * self.pipeline > 1 or self.sizes(world_size)[1] > 1)
 
     def data_rank(self, here: Ranks) -> DataRank:
-        """A process among those that train different samples; processes that compute one layer together share theirs.
+        """A process among those that train different samples; processes that compute one copy together share theirs.
 
-        >>> Topology(tensor=2).data_rank(Ranks(3, 4))
-        DataRank(rank=1, count=2, leads=False)
+        >>> Topology(tensor=2).data_rank(Ranks(3, 4)), Topology(pipeline=2).data_rank(Ranks(3, 4))
+        (DataRank(rank=1, count=2, leads=False), DataRank(rank=1, count=2, leads=False))
 
         Raises:
             ConfigurationError: the processes do not fit.
         """
         replicate, shard = self.sizes(here.world_size)
-        return DataRank(here.rank // self.tensor, replicate * shard, leads=here.rank % self.tensor == 0)
+        stage, place = divmod(here.rank, replicate * shard * self.tensor)
+        leads = stage == 0 and place % self.tensor == 0
+        return DataRank(place // self.tensor, replicate * shard, leads=leads)
 
     def mesh(self, device: str | torch.device) -> DeviceMesh:
-        """The mesh over all processes, for a kind of device: "replicate", "shard" and "tensor", each if it is needed.
+        """The mesh over all processes, for a kind of device.
+
+        Its dimensions are "pipeline", "replicate", "shard" and "tensor", each if it is needed.
 
         Raises:
             ConfigurationError: the processes do not fit.
@@ -119,7 +170,9 @@ class Topology:
         from torch.distributed.device_mesh import init_device_mesh
 
         replicate, shard = self.sizes(ranks().world_size)
-        sizes = {"replicate": replicate} if replicate > 1 else {}
+        sizes = {"pipeline": self.pipeline} if self.pipeline > 1 else {}
+        if replicate > 1:
+            sizes["replicate"] = replicate
         if self.tensor == 1 or replicate * shard > 1:  # fully_shard averages gradients, also over shards of 1 process
             sizes["shard"] = shard
         if self.tensor > 1:
