@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -37,11 +38,11 @@ class MicroBatches(TrainingBatch):
     batches: Sequence[TrainingBatch]
 
     @cached_property
-    def inputs(self) -> Tree:  # type: ignore[override]  # made when they are read: a step does not need them
+    def inputs(self) -> Tree:  # made when they are read: a step does not need them
         return joined([each.inputs for each in self.batches])
 
     @cached_property
-    def targets(self) -> Tree:  # type: ignore[override]
+    def targets(self) -> Tree:
         return joined([each.targets for each in self.batches])
 
 
@@ -68,7 +69,7 @@ def split(value: Tree, parts: int) -> list[Tree]:
         )
     size = -(-rows // parts) if rows else 1
     starts = range(0, rows, size) if rows else [0]
-    return [_of_rows(value, rows, lambda each, at=at: each[at : at + size]) for at in starts]
+    return [_of_rows(value, rows, itemgetter(slice(at, at + size))) for at in starts]
 
 
 def filled(value: Tree, rows: int, size: int) -> Tree:

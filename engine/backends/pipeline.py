@@ -279,12 +279,13 @@ class _Step:
 class _Stage(nn.Module):
     """A part as torch's schedules call it; the model is not registered in it."""
 
-    def __init__(self, compute: Callable[[int, Tensor | None], Tensor]) -> None:
+    def __init__(self, compute: Callable[[int, Tensor | None], Any]) -> None:
         super().__init__()
         self._compute = compute
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
-        return self._compute(int(index), received[0] if received else None)
+        passed: Tensor = self._compute(int(index), received[0] if received else None)
+        return passed
 
 
 class _Program:
@@ -301,7 +302,7 @@ class _Program:
         topology, ends = pipeline.topology, [*pipeline.interfaces(), torch.empty((), device="meta")]
         for each in ends:
             each.requires_grad_(learns)
-        stages = [
+        stages: list[Any] = [
             PipelineStage(
                 _Stage(partial(pipeline.compute, part)), part, topology.parts_of_layers, pipeline.device,
                 input_args=(ends[part - 1],) if part else (), output_args=ends[part], group=pipeline.group,
@@ -346,7 +347,8 @@ def pipeline_of(model: object) -> Pipeline | None:
 
 def _arguments(inputs: Tree) -> _Arguments:
     """Positional arguments and keywords, as `call` gives them to a model."""
-    return call(lambda *args, **kwargs: (args, kwargs), inputs)
+    found: _Arguments = call(lambda *args, **kwargs: (args, kwargs), inputs)
+    return found
 
 
 def _shapes(kind: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

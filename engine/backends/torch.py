@@ -131,7 +131,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         broadcast_values(module)
         self.pipeline = Pipeline(module, self.topology, self.device, self._autocast)
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
-            kept = {each: each for each in module.parameters()}
+            kept: dict[Tensor, Tensor] = {each: each for each in module.parameters()}
             point_at(optimizer.chosen, {**kept, **self.pipeline.replaced})
         made = optimizer.build(module)
         self._check_sharded(strategy, made)

@@ -140,8 +140,8 @@ def leave_out(model: nn.Module, names: Iterable[str]) -> dict[Tensor, Tensor]:
                 if each not in replaced:
                     replaced[each] = nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
                 setattr(module, key, replaced[each])
-            for key, each in list(module.named_buffers(recurse=False)):
-                setattr(module, key, torch.empty_like(each, device="meta"))
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, key, torch.empty_like(buffer, device="meta"))
     return replaced
 
 

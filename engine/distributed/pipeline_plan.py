@@ -83,11 +83,13 @@ def find_plan(model: nn.Module, path: str | None = None) -> PipelinePlan:
     modules = dict(model.named_modules())
     if found not in modules or not list(modules[found].children()):
         raise ConfigurationError(
-            f"{type(model).__name__} has no list of modules of this name; there are: {', '.join(_lists(model)) or 'none'}",
+            f"{type(model).__name__} has no list of modules of this name; "
+            f"there are: {', '.join(_lists(model)) or 'none'}",
             _PLACE,
             blocks=found,
         )
-    before, after = [], []
+    before: list[str] = []
+    after: list[str] = []
     module, prefix = model, ""
     for step in found.split(".") if found else []:
         _check_direct(module, prefix)
