@@ -47,7 +47,7 @@ class MicroBatches(TrainingBatch):
 
 
 def split(value: Tree, parts: int) -> list[Tree]:
-    """The rows of all tensors in equal parts; the last part has fewer, and there are fewer parts, if they do not divide.
+    """The rows of all tensors in equal parts; if they do not divide, the last part has fewer, or parts are left out.
 
     >>> [each.tolist() for each in split(torch.arange(5), 4)]
     [[0, 1], [2, 3], [4]]

@@ -28,7 +28,7 @@ from pulsetrain.engine.step.protocols import TrainingStrategy, Tree
 __all__ = ["Pipeline", "pipeline_of"]
 
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-_KEPT = 16  # schedules, each for batches of one shape
+_KEPT = 8  # schedules, each for batches of one shape
 
 
 class Pipeline:
@@ -38,9 +38,9 @@ class Pipeline:
     processes together: each gets the outputs.
 
     Args:
-        module: the whole model, with the same values in all processes.
+        module: the whole model, on any device. All processes begin with the values of rank 0.
         topology: the schedule, and the number of parts.
-        device: of the module.
+        device: on which the layers of this process are from now on.
         context: around each forward pass and loss, as autocast.
 
     Raises:
@@ -63,9 +63,9 @@ class Pipeline:
         self.group = mesh["pipeline"].get_group()
         self.copies = mesh["replicate"].get_group() if "replicate" in (mesh.mesh_dim_names or ()) else None
         self.place: int = mesh.get_local_rank("pipeline")
-        self.replaced: Mapping[Tensor, Tensor] = leave_out(
-            module, [name for name, part in parts.items() if part % topology.pipeline != self.place]
-        )
+        absent = [name for name, part in parts.items() if part % topology.pipeline != self.place]
+        _place_values(module, absent, device)
+        self.replaced: Mapping[Tensor, Tensor] = leave_out(module, absent)
         self._parts = PipelineParts(module, plan)
         self._call = _Whole(self, module.forward)
         module.forward = self._call
@@ -254,8 +254,8 @@ class _Step:
         for other in kinds[1:]:
             if other != kinds[0]:
                 raise ConfigurationError(
-                    f"the parts of a batch differ: one has tensors of {_shapes(kinds[0])}, another of {_shapes(other)}; "
-                    "pad all rows of a batch to one length",
+                    f"the parts of a batch differ: one has tensors of {_shapes(kinds[0])}, another of "
+                    f"{_shapes(other)}; pad all rows of a batch to one length",
                     "Topology",
                     microbatches=len(kinds),
                 )
@@ -271,7 +271,8 @@ class _Step:
         if not self._rows[at]:
             return torch.stack([each.sum() for each in tensors_in(outputs)]).sum()  # of nothing: 0, with a gradient
         batch = self._batches[at]
-        loss = self._strategy.compute_loss(outputs, batch) * (batch.size / self._whole)
+        loss: Tensor = self._strategy.compute_loss(outputs, batch)
+        loss = loss * _ratio(batch.size, self._whole, loss)
         self.losses.append(loss.detach())
         return loss * self._scale
 
@@ -345,10 +346,33 @@ def pipeline_of(model: object) -> Pipeline | None:
     return getattr(model, PIPELINE, None)
 
 
+def _place_values(module: nn.Module, absent: Sequence[str], device: torch.device) -> None:
+    """Move all but the absent modules to the device, with the values of rank 0; one tensor at a time is sent there."""
+    left_out = {each for name in absent for each in _tensors(module.get_submodule(name))}
+    with torch.no_grad():
+        for each in _tensors(module):
+            value = each.detach().to(device)
+            torch.distributed.broadcast(value, src=0)
+            if each not in left_out:
+                each.data = value
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
 def _arguments(inputs: Tree) -> _Arguments:
     """Positional arguments and keywords, as `call` gives them to a model."""
     found: _Arguments = call(lambda *args, **kwargs: (args, kwargs), inputs)
     return found
+
+
+def _ratio(size: float | Tensor, whole: float | Tensor, like: Tensor) -> float | Tensor:
+    """In the loss's own dtype: a quotient of counts on a device would be rounded to float32."""
+    if not isinstance(size, Tensor) and not isinstance(whole, Tensor):
+        return size / whole
+    part, total = (torch.as_tensor(each, device=like.device).to(like.dtype) for each in (size, whole))
+    return part / total.clamp_min(1)
 
 
 def _shapes(kind: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

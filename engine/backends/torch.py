@@ -9,19 +9,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.micro_batches import MicroBatches, split
+from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.pipeline import Pipeline
 from pulsetrain.engine.backends.torch_computation import (
     TorchComputation,
     explain,
     find_device,
+    moved,
     no_gradient,
     not_empty,
 )
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
-from pulsetrain.engine.distributed.shards import broadcast_values, point_at, shard_module
+from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
@@ -127,8 +128,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
 
     def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The store of a model of which this process keeps some of the layers."""
-        module = self.module_to_device(model)
-        broadcast_values(module)
+        module = self.checked_module(model)  # where it is: the whole may not fit on the device
         self.pipeline = Pipeline(module, self.topology, self.device, self._autocast)
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             kept: dict[Tensor, Tensor] = {each: each for each in module.parameters()}
@@ -172,7 +172,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         """
         if self.topology.pipeline == 1:
             return super().prepare_batch(batch, strategy)
-        parts = split(self.to_device(batch), self.topology.parts_of_batch)
+        parts = split(moved(batch, self.device), self.topology.parts_of_batch)
         return not_empty(MicroBatches([strategy.prepare_batch(each) for each in parts]))
 
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:
@@ -189,7 +189,11 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     ) -> GradientInfo:
         """Add `scale` times the loss's gradients to the parameters'."""
         if self.pipeline is not None:
-            return GradientInfo(self.pipeline.train(cast(MicroBatches, batch), strategy, scale))
+            try:
+                return GradientInfo(self.pipeline.train(cast(MicroBatches, batch), strategy, scale))
+            except Exception as error:
+                explain(error, batch)
+                raise
         _, loss = self.outputs_and_loss(state.weights, batch, strategy)
         return GradientInfo(self.backward(loss, scale))
 

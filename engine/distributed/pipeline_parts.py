@@ -79,11 +79,8 @@ class _Run:
         self.span, self.received = span, received
         self.passed: Tensor | None = None
         self.begun = False  # whether the part's first block was called
-
-    def filler(self) -> Tensor:
-        """In place of what another process has computed: a model that uses it shows nan."""
-        assert self.received is not None
-        return self.received.new_full((), torch.nan).expand_as(self.received)
+        # in place of what other processes have computed: a model that uses it shows nan
+        self.filler = None if received is None else received.new_full((), torch.nan).expand_as(received)
 
 
 class _Part:
@@ -106,7 +103,7 @@ class _Part:
             run.passed = self._first(args, kwargs)
             raise _PartEnds
         if self.at < start and start > 0:
-            return run.received if self.at == start - 1 else run.filler()
+            return run.received if self.at == start - 1 else run.filler
         if run.received is not None:
             self._check_received(run, args, kwargs)
         run.begun = run.begun or self.at >= start
@@ -119,9 +116,10 @@ class _Part:
         return first
 
     def _check_received(self, run: _Run, args: Iterable[object], kwargs: dict[str, object]) -> None:
-        """The part's first block alone gets what was received, once."""
-        given = [each is run.received for each in (*args, *kwargs.values())]
-        if sum(given) != (self.at == run.span.start):
+        """The part's first block alone gets what was received, once, and none gets what other processes compute."""
+        given = [*args, *kwargs.values()]
+        received = sum(each is run.received for each in given)
+        if received != (self.at == run.span.start) or any(each is run.filler for each in given):
             raise _cannot(self.name, "it needs something else than what the layer before it has returned")
 
 

@@ -101,7 +101,14 @@ def find_plan(model: nn.Module, path: str | None = None) -> PipelinePlan:
                 side.append(prefix + name)
         module, prefix = module.get_submodule(step), f"{prefix}{step}."
     _check_direct(module, prefix)
-    return PipelinePlan(tuple(before), tuple(prefix + name for name, _ in module.named_children()), tuple(after))
+    children = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
+    if len(children) != len(list(module.children())):
+        raise ConfigurationError(
+            f"{type(model).__name__} has a layer twice; give each place a layer of its own, or leave the pipeline out",
+            _PLACE,
+            pipeline=...,
+        )
+    return PipelinePlan(tuple(before), tuple(prefix + name for name in children), tuple(after))
 
 
 def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> None:

@@ -34,7 +34,7 @@ def sharded_like(value: Any, like: Any) -> Any:
 
     Args:
         value: a whole tensor, or one that is stored in pieces; anything else, as a shard, is returned as it is.
-        like: a shard of a tensor of the same shape, or a tensor without values, which is returned; if it is neither, the
+        like: a shard of a tensor of the same shape, or a tensor without values, which is returned; for any other, the
             whole tensor is returned.
     """
     if isinstance(like, Tensor) and like.is_meta:

@@ -16,9 +16,7 @@ from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = [
-    "broadcast_values", "holders_of", "is_shard", "local", "norms_of_wholes", "point_at", "resharded", "shard_module",
-]  # fmt: skip
+__all__ = ["holders_of", "is_shard", "local", "norms_of_wholes", "point_at", "resharded", "shard_module"]
 
 
 def shard_module(module: nn.Module, topology: Topology, device: torch.device) -> None:
@@ -34,7 +32,9 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device) ->
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    broadcast_values(module)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            torch.distributed.broadcast(tensor.detach(), src=0)
     options: dict[str, Any] = {
         "mesh": topology.mesh(device),
         "reshard_after_forward": True,  # else weights of the root stay whole after a pass without gradients
@@ -47,13 +47,6 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device) ->
     for block in [] if _ties_blocks(module) else _blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
-
-
-def broadcast_values(module: nn.Module) -> None:
-    """Give the module's tensors the values that they have in rank 0; all ranks call this."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            torch.distributed.broadcast(tensor.detach(), src=0)
 
 
 def point_at(optimizer: torch.optim.Optimizer, parameters: Mapping[Tensor, Tensor]) -> None:

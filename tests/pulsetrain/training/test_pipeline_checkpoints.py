@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines: each process saves its layers, and all of them are read by any other number of processes."""
+"""Checkpoints of pipelines: each process saves its layers, and any other number of processes reads them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_a_pipeline_resumes_on_any_other_number(first: str, then
 
 
 def digests_after_loading(path: Path, kind: str, folder: Path) -> list[dict[str, Any]]:
-    """What the processes of a kind have of the weights, the optimizer's state and the average after they have loaded."""
+    """What the processes of a kind have of the weights, the optimizer's state and the average that they load."""
 
     def load(rank: int) -> dict[str, Any]:
         made = saving(folder / f"{kind}-{rank}", rank + 7, kind, None, average := EMA(0.9))
