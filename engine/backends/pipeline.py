@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed
@@ -27,6 +27,7 @@ from pulsetrain.engine.step.protocols import TrainingStrategy, Tree
 
 __all__ = ["Pipeline", "pipeline_of"]
 
+T = TypeVar("T")
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _KEPT = 8  # schedules, each for batches of one shape
 
@@ -102,6 +103,12 @@ class Pipeline:
     def norm(self, own: Tensor) -> Tensor:
         """The norm over the parameters of all processes, from that over this one's."""
         return norms_of_wholes(own.reshape(1), 2.0, self.group)[0].to(own.dtype)
+
+    def merged(self, values: dict[str, T]) -> dict[str, T]:
+        """The values by name of all processes of the pipeline, in the order of their parts; they can be pickled."""
+        found: list[Any] = [None] * self.topology.pipeline
+        torch.distributed.all_gather_object(found, values, group=self.group)
+        return {name: value for each in found for name, value in each.items()}
 
     def broadcast_buffers(self) -> None:
         """Give the buffers of this process's layers the values that they have in the first copy of the model."""

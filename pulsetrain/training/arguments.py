@@ -13,7 +13,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
 from pulsetrain.engine.argument_checks import check_choice, check_type
 from pulsetrain.engine.data.loaders import can_be_read_once
-from pulsetrain.engine.distributed.ranks import is_pipelined, is_sharded, ranks
+from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
@@ -102,8 +102,7 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
                 "Trainer",
                 handlers=[type(handler)],
             )
-    pipelined = is_pipelined(model)
-    unfit = [each for each in handlers if _reads_wholes(each, pipelined)] if is_sharded(model) else []
+    unfit = [each for each in handlers if _reads_wholes(each)] if is_sharded(model) else []
     if unfit:
         names = ", ".join(type(each).__name__ for each in unfit)
         raise ConfigurationError(
@@ -123,10 +122,9 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
         )
 
 
-def _reads_wholes(handler: object, pipelined: bool) -> bool:
-    """Whether a handler needs whole tensors, or those of all layers, which no process of a pipeline has."""
-    monitors = isinstance(handler, GradientMonitor) and (handler.histograms or pipelined)
-    return isinstance(handler, _READS_WEIGHTS) or monitors
+def _reads_wholes(handler: object) -> bool:
+    """Whether a handler needs whole tensors."""
+    return isinstance(handler, _READS_WEIGHTS) or (isinstance(handler, GradientMonitor) and handler.histograms)
 
 
 def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingStrategy) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from examples.byte_lm.model import ByteGPT
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, Every, SFTStrategy, TorchBackend
+from pulsetrain.engine import ConfigurationError, Events, Every, SFTStrategy, TorchBackend
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.handlers import BestModel, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
@@ -170,6 +170,32 @@ def test_a_guard_skips_an_update_in_all_processes_and_frozen_layers_stay():
     check(in_processes(lambda rank: run(rank, pipelined())), run(0, None))
 
 
+def test_norms_of_the_gradients_of_all_layers_are_reported_in_all_processes():
+    def run(rank: int, backend: Any) -> Any:
+        found: dict[str, list[float]] = {}
+        made = make_with(
+            layers(), DataLoader(double(16), 4), None, GradientMonitor(Every(updates=2), updates=True), backend=backend
+        )
+
+        @made.on(Events.METRICS_LOGGED)
+        def note(engine: Any, event: Any) -> None:
+            for name, value in event.payload.metrics.items():
+                if name.startswith(("grad_norm/", "update_ratio/")):
+                    found.setdefault(name, []).append(value)
+
+        made.train()
+        return found
+
+    one = run(0, None)
+    assert "grad_norm/0.weight" in one
+    assert "update_ratio/7.bias" in one
+    for each in in_processes(lambda rank: run(rank, pipelined())):
+        assert not each.error, each.error
+        assert each.value.keys() == one.keys()
+        for name, values in one.items():
+            assert each.value[name] == pytest.approx(values, abs=1e-12)
+
+
 def test_a_state_is_restored_and_the_model_can_be_called_as_a_whole():
     def run(rank: int) -> Any:
         made = make_with(
@@ -320,7 +346,7 @@ def test_what_does_not_know_pipelines_is_refused_before_training(tmp_path: Any):
         for handler, options in (
             (BestModel("val/loss"), {}),
             (CrashBundle(tmp_path), {}),
-            (GradientMonitor(), {}),
+            (GradientMonitor(histograms=True), {}),
             (NaNGuard(), {"optimizer": "muon"}),
         ):
             with pytest.raises(ConfigurationError) as refused:
