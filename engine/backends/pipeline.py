@@ -101,8 +101,8 @@ class Pipeline:
         return self._share(joined(found) if found else None)
 
     def norm(self, own: Tensor) -> Tensor:
-        """The norm over the parameters of all processes, from that over this one's."""
-        return norms_of_wholes(own.reshape(1), 2.0, self.group)[0].to(own.dtype)
+        """The norm over the parameters of all processes, from that over this one's: the same bits in all of them."""
+        return norms_of_wholes(own.to(self.device).reshape(1), 2.0, self.group)[0]
 
     def merged(self, values: dict[str, T]) -> dict[str, T]:
         """The values by name of all processes of the pipeline, in the order of their parts; they can be pickled."""
@@ -122,7 +122,8 @@ class Pipeline:
         with self._context():
             found = self._parts.run(lambda: self.module(*args, **kwargs), self.spans[part], received)
         if part < len(self.spans) - 1:
-            return found
+            # torch's schedules send a gradient to each part, also to one whose parameters are all frozen
+            return found.detach().requires_grad_() if self._now.learns and not found.requires_grad else found
         self._now.outputs[index] = found
         return torch.zeros(())  # the outputs may be of any kind
 
@@ -148,7 +149,10 @@ class Pipeline:
         self._now = step
         try:
             key = step.kind()
-            program = self._programs.pop(key, None) or _Program(self, step.learns)
+            program = self._programs.pop(key, None)
+            if program is None:
+                self._check_alike(step)
+                program = _Program(self, step.learns)
             self._programs[key] = program
             while len(self._programs) > _KEPT:
                 del self._programs[next(iter(self._programs))]
@@ -178,6 +182,20 @@ class Pipeline:
                 each.copy_(before)
         return found
 
+    def _check_alike(self, step: _Step) -> None:
+        """Refuse processes of one pipeline that were given different batches."""
+        sums: list[Any] = [None] * self.topology.pipeline
+        mine = [each.double().sum().item() for each in tensors_in(step.inputs[0])]
+        torch.distributed.all_gather_object(sums, mine, group=self.group)
+        if any(repr(each) != repr(mine) for each in sums):
+            raise ConfigurationError(
+                "the processes of a pipeline need the same batches, and got different ones; leave the sampler of the "
+                "DataLoader out, or make it DistributedSampler(dataset, copies, copy), by the number of the copies of "
+                "the model and that of the process's own",
+                "Topology",
+                pipeline=self.topology.pipeline,
+            )
+
     def _own_buffers(self) -> list[Tensor]:
         return [each for each in self.module.buffers() if not each.is_meta]
 
@@ -198,7 +216,8 @@ class Pipeline:
         works = [torch.distributed.all_reduce(each, group=self.copies, async_op=True) for each in gradients]
         for work in works:
             work.wait()
-        torch._foreach_div_(gradients, torch.distributed.get_world_size(self.copies))
+        if gradients:
+            torch._foreach_div_(gradients, torch.distributed.get_world_size(self.copies))
 
     @property
     def _last(self) -> int:

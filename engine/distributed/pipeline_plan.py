@@ -112,7 +112,7 @@ def find_plan(model: nn.Module, path: str | None = None) -> PipelinePlan:
 
 
 def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> None:
-    """Refuse a model with a part that has nothing to learn, or with a parameter that two processes would have.
+    """Refuse a model with a part without parameters, or with a parameter that two processes would have.
 
     Args:
         model: the whole model.
@@ -122,12 +122,9 @@ def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> N
     Raises:
         ConfigurationError: it is one.
     """
-    learning = set()
     held: dict[int, tuple[int, str]] = {}
     for module, part in parts.items():
         for name, each in model.get_submodule(module).named_parameters(module):
-            if each.requires_grad:
-                learning.add(part)
             other, first = held.setdefault(id(each), (part, name))
             if other % processes != part % processes:
                 raise ConfigurationError(
@@ -136,12 +133,12 @@ def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> N
                     _PLACE,
                     pipeline=processes,
                 )
-    idle = [part for part in parts.values() if part not in learning]
-    if idle:
-        names = [module for module, part in parts.items() if part == idle[0]]
+    filled = {part for part, _ in held.values()}
+    for idle in dict.fromkeys(part for part in parts.values() if part not in filled):
+        names = [module for module, part in parts.items() if part == idle]
         raise ConfigurationError(
-            f"a process of the pipeline would have {', '.join(names)} alone, without a parameter that learns; choose "
-            "fewer processes, or put these layers together with others",
+            f"a process of the pipeline would have {', '.join(names)} alone, without a parameter; choose fewer "
+            "processes, or put these layers together with others",
             _PLACE,
             pipeline=processes,
         )

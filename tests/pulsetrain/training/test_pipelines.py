@@ -17,7 +17,7 @@ from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.handlers import BestModel, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
 from tests.support.ranks import Ended, in_processes
-from tests.support.runs_of_ranks import double, make_with
+from tests.support.runs_of_ranks import double, make_with, shared_loader
 from tests.support.runs_of_shards import apart, sharded, trained
 
 SCHEDULES = ["1f1b", "gpipe", "interleaved"]
@@ -158,12 +158,13 @@ def test_an_optimizer_that_was_made_over_the_whole_model_is_kept_with_its_groups
     check(in_processes(lambda rank: run(rank, pipelined())), run(0, None))
 
 
-def test_a_guard_skips_an_update_in_all_processes_and_frozen_layers_stay():
+def test_a_guard_skips_an_update_in_all_processes_of_which_one_is_frozen():
     def run(rank: int, backend: Any) -> dict[str, Any]:
         rows = double(16)
         rows.tensors[0][5] = float("nan")
         model = layers()
-        model[0].requires_grad_(False)
+        for name, each in model.named_parameters():
+            each.requires_grad_(int(name[0]) > 3)  # all that one of the processes has is frozen
         loaders = DataLoader(rows, 4), DataLoader(double(9), 2)
         return trained(make_with(model, *loaders, NaNGuard(), backend=backend, optimizer="adamw"))
 
@@ -306,9 +307,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a part without parameters": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Tanh(), nn.Tanh()), {}, "have 2, 3 alone",
     ),
-    "a part that is frozen": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).requires_grad_(False)), {}, "have 1 alone",
-    ),
     "a model without a plan": (lambda: nn.Bilinear(4, 4, 1), {}, "pipeline_plan = 'blocks'"),
     "a path that is not there": (lambda: Skipping(), {"blocks": "layers"}, "there are: 'blocks'"),
     "a parameter beside the layers": (Direct, {}, "scale is a parameter of Direct itself"),
@@ -399,3 +397,11 @@ def test_a_topology_that_cannot_be_is_refused(topology: dict[str, Any], text: st
 def test_one_process_alone_is_not_a_pipeline():
     with pytest.raises(ConfigurationError, match="does not fit 1 process: start a multiple of 2"):
         make_with(layers(), DataLoader(double(16), 4), None, backend=pipelined())
+
+
+def test_processes_of_one_pipeline_that_read_different_samples_are_refused():
+    def run(rank: int) -> None:
+        make_with(layers(), shared_loader(rank, 16), None, backend=pipelined()).train()
+
+    for each in in_processes(run):
+        assert "need the same batches, and got different ones" in each.error
