@@ -102,7 +102,7 @@ class Pipeline:
 
     def norm(self, own: Tensor) -> Tensor:
         """The norm over the parameters of all processes, from that over this one's: the same bits in all of them."""
-        return norms_of_wholes(own.to(self.device).reshape(1), 2.0, self.group)[0]
+        return norms_of_wholes(own.to(self.device).reshape(1), 2.0, [self.group])[0]
 
     def merged(self, values: dict[str, T]) -> dict[str, T]:
         """The values by name of all processes of the pipeline, in the order of their parts; they can be pickled."""

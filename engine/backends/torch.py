@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from pulsetrain.engine.backends.torch_computation import (
     not_empty,
 )
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
+from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
@@ -63,6 +65,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass instead
             of kept, as "blocks.*"; None leaves it to the configuration.
         topology: how several processes share the model out; by default each has a copy of it.
+        tensor_plan: which layers `Topology(tensor=2)` splits, and how; by default the model's own plan.
         functional: compute with values, by torch.func.
 
     Raises:
@@ -87,6 +90,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         compile: bool = False,
         activation_checkpointing: str | None = None,
         topology: Topology | None = None,
+        tensor_plan: TensorPlan | None = None,
         functional: bool = False,
     ) -> Any:
         if not functional or cls is not TorchBackend:
@@ -98,6 +102,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             compile=compile,
             activation_checkpointing=activation_checkpointing,
             topology=topology,
+            tensor_plan=tensor_plan,
         )
 
     pipeline: Pipeline | None = None
@@ -106,6 +111,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
+        self._frozen: nn.Module | None = None  # of the model before it is split
         self._bare = self._plain and self.clip_norm is None and self.clip_value is None and self.topology.pipeline == 1
 
     def environment(self) -> dict[str, object]:
@@ -120,6 +126,9 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             return self._make_pipeline(model, optimizer, strategy)
         module = self.module_to_device(model)
         if self.topology.is_sharded(count) and not is_sharded(module):
+            copies = getattr(strategy, "copies_model", None)
+            if callable(copies) and copies(module):
+                self._frozen = copy.deepcopy(module).requires_grad_(False)  # a module that is split cannot be copied
             self._shard(module, optimizer)
         made = optimizer.build(module)
         if is_sharded(module):
@@ -136,6 +145,14 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         made = optimizer.build(module)
         self._check_sharded(strategy, made)
         return InPlaceStore(self, module, made)
+
+    def frozen_copy(self, module: nn.Module) -> nn.Module:
+        """A copy of a module that does not learn, split over the processes as the module is."""
+        copied, self._frozen = self._frozen, None
+        if copied is None:
+            return copy.deepcopy(module).requires_grad_(False)
+        shard_module(copied, self.topology, self.device, self.tensor_plan)
+        return copied
 
     def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what does not work, or is not known to work, with a sharded model."""
@@ -159,7 +176,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     def _shard(self, module: nn.Module, optimizer: OptimizerRequest) -> None:
         """Split the module over the processes, and point optimizers at the shards that the user has made before."""
         whole = dict(module.named_parameters(remove_duplicate=False))
-        shard_module(module, self.topology, self.device)
+        shard_module(module, self.topology, self.device, self.tensor_plan)
         shards = dict(module.named_parameters(remove_duplicate=False))
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             point_at(optimizer.chosen, {each: shards[name] for name, each in whole.items()})

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.ranks import DataRank, ranks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
@@ -57,9 +58,10 @@ class TorchComputation:
         compile: bool = False,
         activation_checkpointing: str | None = None,
         topology: Topology | None = None,
+        tensor_plan: TensorPlan | None = None,
         functional: bool = False,
     ) -> None:
-        self.topology = topology or Topology()
+        self.topology, self.tensor_plan = topology or Topology(), tensor_plan
         self.requested_device = device
         self.requested_precision = precision
         self.gradient_scale = gradient_scale

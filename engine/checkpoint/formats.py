@@ -13,6 +13,7 @@ from typing import IO, Literal, NamedTuple
 import torch
 
 from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.blocks import Block
 from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.checkpoint.manifest import STATES
 from pulsetrain.engine.checkpoint.pieces import Piece, StoredPiece, check_cover
@@ -101,7 +102,12 @@ def stored_pieces(files: Iterable[Callable[[], IO[bytes]]]) -> dict[str, list[St
         with open_file() as opened:
             entries, metadata = read_header(opened)
         for name, offset in json.loads(metadata.get(_OFFSETS, "{}")).items():
-            found.setdefault(name, []).append(StoredPiece(open_file, entries[name], tuple(offset)))
+            pieces, entry = found.setdefault(name, []), entries[name]
+            if isinstance(offset, dict):
+                blocks = [Block(*map(tuple, each)) for each in offset["blocks"]]
+                pieces += [StoredPiece(open_file, entry, each) for each in blocks]
+            else:
+                pieces.append(StoredPiece.of(open_file, entry, offset))
     return found
 
 
@@ -126,7 +132,9 @@ def read_state(file: IO[bytes], number: int, pieces: Mapping[str, list[StoredPie
 
 
 def _offsets(encoded: Encoded) -> dict[str, str]:
-    return {_OFFSETS: json.dumps({name: list(piece.offset) for name, piece in encoded.pieces.items()})}
+    """Where each piece begins in its tensor; or, of one that is made of several blocks, where each of them is."""
+    found = {name: {"blocks": each.blocks} if each.blocks else each.offset for name, each in encoded.pieces.items()}
+    return {_OFFSETS: json.dumps(found)}
 
 
 def check_form(caller: str, form: str | None) -> None:

@@ -13,6 +13,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.blocks import Block
 from pulsetrain.engine.checkpoint.safetensors_file import Entry, read_rows
 from pulsetrain.engine.errors import CheckpointError
 
@@ -24,29 +25,36 @@ class Piece:
     """What one process writes of a tensor that several processes hold.
 
     Args:
-        data: a block of the tensor; without items where other processes write all of it.
+        data: a part of the tensor; without items where other processes write all of it.
         shape: of the whole tensor.
-        offset: the index of the block's first item.
+        offset: the index of the first item, if the data is one block of the tensor.
+        blocks: of the data, if it is made of several.
     """
 
     data: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A piece in a file.
+    """A block of a tensor in a file.
 
     Args:
         open: opens the file.
-        entry: where the piece is in it.
-        offset: the index of its first item in the whole tensor.
+        entry: the array there that has it.
+        block: where it is, in the whole tensor and in the array; by default, it is all of the array.
     """
 
     open: Callable[[], IO[bytes]]
     entry: Entry
-    offset: tuple[int, ...]
+    block: Block
+
+    @classmethod
+    def of(cls, open: Callable[[], IO[bytes]], entry: Entry, offset: Sequence[int]) -> StoredPiece:
+        """All of an array, which begins at an index of the whole tensor."""
+        return cls(open, entry, Block(tuple(offset), (0,) * len(entry.shape), tuple(entry.shape)))
 
 
 class StoredTensor:
@@ -74,16 +82,17 @@ class StoredTensor:
         """The items from an index on, on the CPU."""
         made = torch.empty(tuple(shape), dtype=self.dtype)
         for piece in self._pieces:
-            begins = [max(mine, its) for mine, its in zip(offset, piece.offset, strict=True)]
-            ends = [
-                min(mine + size, its + extent)
-                for mine, size, its, extent in zip(offset, shape, piece.offset, piece.entry.shape, strict=True)
-            ]
+            its, start, extents = piece.block
+            begins = list(map(max, offset, its))
+            ends = [min(a + size, b + extent) for a, size, b, extent in zip(offset, shape, its, extents, strict=True)]
             if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
                 continue
+            moved = [
+                at - first for at, first in zip(start, its, strict=True)
+            ]  # from the tensor's indices to the array's
             with piece.open() as file:
-                rows = read_rows(file, piece.entry, begins[0] - piece.offset[0], ends[0] - piece.offset[0])
-            inside = [slice(b - at, e - at) for b, e, at in zip(begins[1:], ends[1:], piece.offset[1:], strict=True)]
+                rows = read_rows(file, piece.entry, begins[0] + moved[0], ends[0] + moved[0])
+            inside = [slice(b + by, e + by) for b, e, by in zip(begins[1:], ends[1:], moved[1:], strict=True)]
             block = rows[(slice(None), *inside)]
             made[tuple(slice(b - at, e - at) for b, e, at in zip(begins, ends, offset, strict=True))] = block
         return made
@@ -95,22 +104,29 @@ def check_cover(name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Seq
     Raises:
         CheckpointError: it is in none, or in two; or a piece is not of this tensor.
     """
-    blocks = [piece for piece in pieces if math.prod(piece.entry.shape)]
-    for each in blocks:
-        ends = [at + extent for at, extent in zip(each.offset, each.entry.shape, strict=False)]
-        fits = len(each.entry.shape) == len(each.offset) == len(shape) and each.entry.dtype == dtype
+    blocks = []
+    for piece in pieces:
+        each, extents = piece.block, piece.entry.shape
+        if not math.prod(each.shape):
+            continue
+        ends = [at + extent for at, extent in zip(each.offset, each.shape, strict=False)]
+        inside = len(each.start) == len(extents) and all(
+            at >= 0 and at + extent <= size for at, extent, size in zip(each.start, each.shape, extents, strict=True)
+        )
+        fits = inside and len(extents) == len(each.offset) == len(shape) and piece.entry.dtype == dtype
         if not fits or min(each.offset, default=0) < 0 or any(map(gt, ends, shape)):
             raise CheckpointError(
-                f"{name}: a piece of shape {each.entry.shape} at {each.offset}, {each.entry.dtype}, is not of this "
+                f"{name}: a piece of shape {each.shape} at {each.offset}, {piece.entry.dtype}, is not of this "
                 f"tensor of shape {tuple(shape)}, {dtype}"
             )
-    items = sum(math.prod(piece.entry.shape) for piece in blocks)
+        blocks.append(each)
+    items = sum(math.prod(each.shape) for each in blocks)
     if items != math.prod(shape):
         raise CheckpointError(f"{name}: {items} of its {math.prod(shape)} items are in the files")
-    blocks.sort(key=lambda piece: piece.offset)
-    by_rows = all(piece.entry.shape[1:] == tuple(shape[1:]) for piece in blocks)
+    blocks.sort()
+    by_rows = all(each.shape[1:] == tuple(shape[1:]) for each in blocks)
     for one, other in pairwise(blocks) if by_rows else combinations(blocks, 2):
-        both = zip(one.offset, one.entry.shape, other.offset, other.entry.shape, strict=True)
+        both = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
         if all(max(a, b) < min(a + height, b + width) for a, height, b, width in both):
             raise CheckpointError(f"{name}: two pieces overlap, at {one.offset} and {other.offset}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed
@@ -50,7 +51,8 @@ class Ranks(NamedTuple):
         return self.rank == 0
 
 
-class DataRank(NamedTuple):
+@dataclass(frozen=True)
+class DataRank:
     """This process among those that train different samples: several may compute the same ones together."""
 
     rank: int = 0
@@ -113,7 +115,7 @@ def check_shared(
         else:
             continue
         raise ConfigurationError(rule, place, model=type(part), world_size=found.world_size)
-    if getattr(loader, "fires_rollouts", False):
+    if getattr(loader, "fires_rollouts", False) and not getattr(loader, "shares_ranks", False):
         raise ConfigurationError(
             "each of {world_size} processes would act in the same environments; start one process",
             place,
@@ -162,7 +164,7 @@ def is_shared(model: object) -> bool:
         return False
     learns = any(parameter.requires_grad for parameter in model.parameters())
     wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    return not learns or wrapped or is_fully_sharded(model) or is_pipelined(model)
+    return not learns or wrapped or is_sharded(model)
 
 
 def is_fully_sharded(model: object) -> bool:

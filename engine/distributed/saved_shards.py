@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from pulsetrain.engine.blocks import Held, held_blocks
 from pulsetrain.engine.checkpoint.pieces import Piece, StoredTensor, converted, whole
 from pulsetrain.engine.distributed.shards import is_shard, local
+from pulsetrain.engine.distributed.topology import TENSOR
 from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["held", "in_pieces", "sharded_like"]
@@ -43,28 +46,45 @@ def sharded_like(value: Any, like: Any) -> Any:
         return whole(value)
     if is_shard(value):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor import DTensor
 
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    if isinstance(value, Tensor):
-        return distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)
-    shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
-    block = value.block(offset, shape).to(like.device)
-    return DTensor.from_local(block, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    mine = _held(like)
+    made = torch.empty(mine.shape, dtype=value.dtype, device=like.device)
+    for offset, start, shape in mine.blocks:
+        inside = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
+        if isinstance(value, StoredTensor):
+            made[inside] = value.block(offset, shape).to(like.device)
+        else:
+            made[inside] = value[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+    return DTensor.from_local(
+        made,
+        like.device_mesh,  # type: ignore[attr-defined]  # of a DTensor, as the next line
+        like.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _held(shard: Any) -> Held:
+    mesh = shard.device_mesh
+    try:
+        return held_blocks(shard.shape, mesh.shape, mesh.get_coordinate() or (), shard.placements)
+    except ValueError as error:
+        raise CheckpointError(f"a tensor of shape {tuple(shard.shape)} is not saved: {error}") from None
 
 
 def _piece(shard: Any) -> Piece:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor import Replicate
 
-    others = [each for each in shard.placements if type(each) not in (Shard, Replicate)]
-    if others:
-        raise CheckpointError(f"a tensor of shape {tuple(shard.shape)} is split up as {others[0]}, which is not saved")
-    data, shape = shard.detach().to_local(), tuple(shard.shape)
-    coordinates = shard.device_mesh.get_coordinate() or ()
-    copies = [at for at, each in zip(coordinates, shard.placements, strict=True) if type(each) is Replicate]
+    mine, data, shape = _held(shard), shard.detach().to_local(), tuple(shard.shape)
+    mesh = shard.device_mesh
+    copies = [at for at, each in zip(mesh.get_coordinate(), shard.placements, strict=True) if type(each) is Replicate]
+    every = mesh._get_root_mesh()  # noqa: SLF001  # has no public name
+    if mesh != every and TENSOR not in mesh.mesh_dim_names:  # not of a layer that several processes compute together
+        copies.append(every.get_local_rank(TENSOR) if TENSOR in every.mesh_dim_names else 0)
     if any(copies):
         return Piece(data.new_empty((0,) * len(shape)), shape, (0,) * len(shape))
-    offset = compute_local_shape_and_global_offset(shape, shard.device_mesh, shard.placements)[1]
-    return Piece(data, shape, tuple(offset))
+    if len(mine.blocks) == 1:
+        return Piece(data, shape, mine.blocks[0].offset)
+    return Piece(data, shape, (0,) * len(shape), mine.blocks)

@@ -1,25 +1,28 @@
-"""Models that are split over the processes (FSDP2)."""
+"""Models that are split over the processes: each weight (FSDP2), or each layer's work (tensor parallelism)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 
+from pulsetrain.engine.distributed.plans import TensorPlan, styles_of
 from pulsetrain.engine.distributed.ranks import is_sharded
-from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.engine.distributed.topology import TENSOR, Topology
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["holders_of", "is_shard", "local", "norms_of_wholes", "point_at", "resharded", "shard_module"]
 
 
-def shard_module(module: nn.Module, topology: Topology, device: torch.device) -> None:
+def shard_module(module: nn.Module, topology: Topology, device: torch.device, plan: TensorPlan | None = None) -> None:
     """Split a module's weights over the processes, in place; all of them call this.
 
     All begin with the values of rank 0. Each child of a ModuleList or Sequential that has parameters is gathered by
@@ -29,14 +32,32 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device) ->
         module: on its device, the same on all ranks but for its values.
         topology: how many parts, and in which types they compute.
         device: of the module.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+        plan: which layers several processes compute together; by default the model's own.
 
+    Raises:
+        ConfigurationError: the plan is missing, or does not fit the model.
+    """
+    styles = {}
+    if topology.tensor > 1:  # before anything is split
+        styles = styles_of(module, plan, topology.tensor, sequence=topology.sequence_parallel)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             torch.distributed.broadcast(tensor.detach(), src=0)
+    mesh = topology.mesh(device)
+    if topology.tensor > 1:
+        from pulsetrain.engine.distributed.tensor_parallel import parallelize  # imports torch's tensor parallelism
+
+        parallelize(module, mesh[TENSOR], styles)
+        # also where the weights are split over 1 process: an optimizer's kernel takes no plain parameters beside shards
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != TENSOR)]
+    _shard_weights(module, mesh, topology, device)
+
+
+def _shard_weights(module: nn.Module, mesh: DeviceMesh, topology: Topology, device: torch.device) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
     options: dict[str, Any] = {
-        "mesh": topology.mesh(device),
+        "mesh": mesh,
         "reshard_after_forward": True,  # else weights of the root stay whole after a pass without gradients
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=_dtype(topology.param_dtype), reduce_dtype=_dtype(topology.reduce_dtype)
@@ -44,9 +65,33 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device) ->
     }
     if topology.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    if topology.tensor > 1 and topology.shard != 1:
+        options["shard_placement_fn"] = partial(_dimension_of_shards, mesh["shard"].size())
     for block in [] if _ties_blocks(module) else _blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
+
+
+def _dimension_of_shards(count: int, parameter: nn.Parameter) -> Any:
+    """Along which dimension to shard what tensor parallelism may have split.
+
+    Of several projections in one weight, it has split each; torch could not put shards along the same dimension
+    together again.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    packed = [each.dim for each in getattr(parameter, "placements", ()) if type(each) is _StridedShard]
+    if count == 1 or packed != [0]:
+        return Shard(0)
+    if parameter.ndim == 1 or parameter.shape[1] % count:
+        raise ConfigurationError(
+            f"a parameter of shape {tuple(parameter.shape)} that several projections share cannot be sharded over "
+            f"{count} processes as well; set shard=1, which makes copies instead",
+            "Topology",
+            shard=count,
+        )
+    return Shard(1)
 
 
 def point_at(optimizer: torch.optim.Optimizer, parameters: Mapping[Tensor, Tensor]) -> None:
@@ -96,35 +141,32 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def holders_of(tensor: Tensor) -> ProcessGroup | None:
-    """The processes that hold the parts of a tensor; None if this one has all of it.
+def holders_of(tensor: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups of processes that hold the parts of a tensor, one for each dimension of their mesh that splits it.
 
-    >>> holders_of(torch.ones(2)) is None
-    True
+    >>> holders_of(torch.ones(2))
+    ()
     """
     if not is_shard(tensor):
-        return None
+        return ()
     placements: Any = tensor.placements  # type: ignore[attr-defined]
-    (dimension,) = (at for at, each in enumerate(placements) if not each.is_replicate())
-    group: ProcessGroup = tensor.device_mesh.get_group(dimension)  # type: ignore[attr-defined]
-    return group
+    split = [at for at, each in enumerate(placements) if not each.is_replicate()]
+    return tuple(tensor.device_mesh.get_group(at) for at in split)  # type: ignore[attr-defined]
 
 
-def norms_of_wholes(norms: Tensor, order: float, group: ProcessGroup) -> Tensor:
+def norms_of_wholes(norms: Tensor, order: float, groups: Iterable[ProcessGroup]) -> Tensor:
     """The norms of whole tensors from those of each process's parts, which all call this.
 
     Args:
-        norms: shape (tensors,).
+        norms: of one tensor or several, shape () or (tensors,).
         order: 1, 2, ... or inf.
-        group: of the processes.
+        groups: of the processes, see `holders_of`.
     """
-    if math.isinf(order):
-        found = norms.double()
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group)
-        return found
-    found = norms.double() ** order
-    torch.distributed.all_reduce(found, group=group)
-    return found ** (1 / order)
+    largest = math.isinf(order)
+    found = norms.double() if largest else norms.double() ** order
+    for group in groups:
+        torch.distributed.all_reduce(found, ReduceOp.MAX if largest else ReduceOp.SUM, group=group)
+    return found if largest else found ** (1 / order)
 
 
 def _ties_blocks(module: nn.Module) -> bool:

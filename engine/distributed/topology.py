@@ -14,7 +14,9 @@ from pulsetrain.engine.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Topology"]
+__all__ = ["TENSOR", "Topology"]
+
+TENSOR = "tensor"  # the dimension of a mesh whose processes compute each layer together
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -173,10 +175,9 @@ class Topology:
         sizes = {"pipeline": self.pipeline} if self.pipeline > 1 else {}
         if replicate > 1:
             sizes["replicate"] = replicate
-        if self.tensor == 1 or replicate * shard > 1:  # fully_shard averages gradients, also over shards of 1 process
-            sizes["shard"] = shard
+        sizes["shard"] = shard
         if self.tensor > 1:
-            sizes["tensor"] = self.tensor
+            sizes[TENSOR] = self.tensor
         return init_device_mesh(torch.device(device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

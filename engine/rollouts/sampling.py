@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.strategies.language import logits_of
 
@@ -25,6 +26,7 @@ def sampler_of(
     device: torch.device | str = "cpu",
     pad_token: int = 0,
     pad_to: int | None = None,
+    agree: Callable[[bool], bool] | None = None,
 ) -> Sampler:
     """The sampler for a model: its own `sample`, Hugging Face's `generate`, or a loop over tokens.
 
@@ -38,18 +40,30 @@ def sampler_of(
         device: the model's device.
         pad_token: fills the unused positions of a row.
         pad_to: a fixed length for all calls of the model; None uses the length needed.
+        agree: of a model that is sharded, which all processes have to call equally often: whether a value is true in
+            any of them.
+
+    Raises:
+        ConfigurationError: the model is sharded, and draws its texts itself.
     """
     own = getattr(model, "sample", None)
     if callable(own):
+        if agree is not None:
+            raise ConfigurationError(
+                "its sample() may call the model more often in one process than in another, which would wait for ever; "
+                "leave the model whole in each process, or pass TextRollouts(sampler=...)",
+                "TextRollouts",
+                model=type(model),
+            )
         sampler: Sampler = own
         return sampler
     if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
-        return partial(_generated, model, device, pad_token)
+        return partial(_generated, model, device, pad_token, agree is not None)
 
     def logits_for(tokens: Tensor) -> Array:
         return logits_of(call(model, inputs_of(tokens.to(device))))
 
-    return partial(_token_by_token, logits_for, pad_token, pad_to)
+    return partial(_token_by_token, logits_for, pad_token, pad_to, agree or bool)
 
 
 # Some models have their own generation settings, and the default keeps only the 50 most likely tokens. Either would
@@ -87,6 +101,7 @@ def _generated(
     model: Any,
     device: torch.device | str,
     pad_token: int,
+    in_step: bool,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -105,6 +120,7 @@ def _generated(
         temperature=temperature,
         pad_token_id=pad_token,
         eos_token_id=end_token,
+        synced_gpus=in_step,
         **{name: value for name, value in _PLAIN.items() if name in known},
     )
     return [_until(row, end_token) for row in found[:, length:].tolist()]
@@ -114,6 +130,7 @@ def _token_by_token(
     logits_for: Callable[[Tensor], Array],
     pad_token: int,
     pad_to: int | None,
+    continues: Callable[[bool], bool],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -129,7 +146,7 @@ def _token_by_token(
     running = torch.ones(len(prompts), dtype=torch.bool)
     ends = lengths + max_new_tokens
     everyone = torch.arange(len(prompts))
-    while running.any():
+    while continues(bool(running.any())):
         # with a fixed length, leave out the last position as in training: one shape less to compile for
         logits = logits_for(texts[:, : int(lengths.max()) if pad_to is None else -1])
         last = logits[everyone.to(logits.device), (lengths - 1).to(logits.device)].float() / temperature

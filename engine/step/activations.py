@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.module_names import names_like
 
 __all__ = ["recompute_activations"]
 
@@ -73,7 +73,7 @@ def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
                 module.forward = earlier.forward  # which was the user's own
     if pattern is None:
         return []
-    found = [name for name in modules if name and _fits(name, pattern)]
+    found = names_like(model, pattern)
     if not found:
         raise ConfigurationError(
             f"no module of {type(model).__name__} has such a name; "
@@ -90,8 +90,3 @@ def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
     for name in found:
         modules[name].forward = _Recomputed(modules[name])
     return found
-
-
-def _fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from pulsetrain.engine.distributed.shards import local
+from pulsetrain.engine.distributed.shards import holders_of, is_shard, local, norms_of_wholes
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm", "scale_grads"]
@@ -25,7 +26,7 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     try:
-        norm = get_total_norm(gradients)
+        norm = _total_norm(gradients)
     except NotImplementedError as error:
         if not any(gradient.is_sparse for gradient in gradients):
             raise
@@ -33,8 +34,7 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
             "grad_norm(): torch has no norm of sparse gradients, which nn.Embedding(sparse=True) makes; make it dense, "
             "or leave the norm out (no clipping by norm, no receiver of GRADIENTS_READY)"
         ) from error
-    # sharded gradients: each rank has a part of the norm, and this collective call adds the parts up
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return norm
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
@@ -79,6 +79,18 @@ def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm over gradients, of which each rank may have a part; then this is a collective call."""
+    if not any(is_shard(each) for each in gradients):
+        return get_total_norm(gradients)
+    alike: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}  # by the processes that hold parts of them
+    for each in gradients:
+        alike.setdefault(holders_of(each), []).append(local(each))
+    norms = {groups: get_total_norm(parts) for groups, parts in alike.items()}
+    wholes = [norms_of_wholes(norm, 2.0, groups) for groups, norm in norms.items()]
+    return torch.stack(wholes).square().sum().sqrt().to(next(iter(norms.values())).dtype)
 
 
 def _held(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
     def __init__(self, *, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.features = width // heads  # of a head; how many of them are computed here depends on the processes
         self.attention_norm = nn.LayerNorm(width)
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
         self.mix = nn.Linear(width, width, bias=False)
@@ -56,7 +56,7 @@ class Block(nn.Module):
         what each position attends to. Without a mask, it attends to itself and all earlier positions.
         """
         projected: Tensor = self.queries_keys_values(self.attention_norm(x))
-        qkv = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, features)
+        qkv = projected.unflatten(-1, (3, -1, self.features)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, ...)
         queries, keys = rotate(qkv[:2], cos, sin)  # both in one call: half as many small kernels
         values = qkv[2]
         if cache is not None:
@@ -100,7 +100,7 @@ class ByteGPT(nn.Module):
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"ByteGPT(dropout={dropout}): must be at least 0 and below 1")
         super().__init__()
-        self.context = context
+        self.context, self.heads = context, heads
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width=width, heads=heads, dropout=dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -114,6 +114,20 @@ class ByteGPT(nn.Module):
                 # Each layer adds two branches to the residual stream: scaled so that its variance stays the same.
                 adds_to_residual = name.endswith(("mix.weight", "contract.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds_to_residual else 0.02)
+
+    @property
+    def tensor_plan(self) -> dict[str, object]:
+        """How several processes compute each layer together (`Topology(tensor=2)`)."""
+        return {
+            "embedding": "sequence_split",  # this and "sequence" count with sequence_parallel=True alone
+            "blocks.*.*_norm": "sequence",
+            "blocks.*.queries_keys_values": {"style": "colwise", "parts": 3, "units": self.heads},
+            "blocks.*.mix": "rowwise",
+            "blocks.*.expand": "colwise",
+            "blocks.*.contract": "rowwise",
+            "norm": "sequence",
+            "head": {"style": "colwise", "gather": True},
+        }
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Score the byte that follows each position: int64 (batch, length) to logits (batch, length, vocabulary).

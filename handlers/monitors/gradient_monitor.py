@@ -25,6 +25,7 @@ from pulsetrain.handlers.attachment.publishing import publish, publish_media
 __all__ = ["GradientMonitor"]
 
 ROOT = "(root)"  # the model itself, which may have parameters of its own
+_Groups = tuple[torch.distributed.ProcessGroup, ...]
 
 
 class GradientMonitor(Handler):
@@ -92,7 +93,7 @@ class GradientMonitor(Handler):
         self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and copies before the update
         self._norms: dict[str, float] = {}  # published with the ratios, after the update
         self._counts: dict[str, int] = {}  # updates of each of several optimizers
-        self._shares: torch.distributed.ProcessGroup | None = None  # those that share the model out, if several do
+        self._holders: dict[str, list[_Groups]] = {}  # of each tensor's parts, where several processes share the model
         self._pipeline: Pipeline | None = None  # those of which each has some layers
 
     def attach(self, engine: Engine) -> Self:
@@ -144,7 +145,7 @@ class GradientMonitor(Handler):
         if not groups and self._pipeline is None:
             return
         gradients = {name: [local(_values(parameter.grad)) for parameter in each] for name, each in groups.items()}
-        self._shares = holders_of(next(iter(groups.values()))[0]) if groups else None
+        self._holders = {name: [holders_of(parameter) for parameter in each] for name, each in groups.items()}
         found: dict[str, list[Tensor]] = {name: [norm] for name, norm in self._norms_of(gradients).items()}
         if self.histograms:
             for name, parts in gradients.items():
@@ -212,16 +213,25 @@ class GradientMonitor(Handler):
             # what torch.nn.utils.get_total_norm calls, and has no public name
             norms = torch._foreach_norm(alike, self.norm_type, dtype=dtype)
             norm_of.update(zip(map(id, alike), norms, strict=True))
+        self._complete(tensors, norm_of)
         joined: dict[str, Tensor] = {}
         for name, parts in tensors.items():
             own = [norm_of[id(part)] for part in parts]
             if len(own) > 1:
                 own = [torch.linalg.vector_norm(torch.stack([part.to(own[0]) for part in own]), self.norm_type)]
             joined[name] = own[0]
-        if self._shares is None:
-            return joined
-        whole = norms_of_wholes(torch.stack(list(joined.values())), self.norm_type, self._shares)
-        return dict(zip(joined, whole, strict=True))
+        return joined
+
+    def _complete(self, tensors: dict[str, list[Tensor]], norm_of: dict[int, Tensor]) -> None:
+        """Replace the norms of parts by those of the whole tensors; all processes that hold some call this."""
+        split: dict[_Groups, list[Tensor]] = {}
+        for name, parts in tensors.items():
+            for part, groups in zip(parts, self._holders[name], strict=True):
+                if groups:
+                    split.setdefault(groups, []).append(part)
+        for groups, parts in split.items():
+            wholes = norms_of_wholes(torch.stack([norm_of[id(part)] for part in parts]), self.norm_type, groups)
+            norm_of.update(zip(map(id, parts), wholes, strict=True))
 
 
 def _values(gradient: Tensor | None) -> Tensor:

@@ -95,7 +95,7 @@ def test_of_a_long_piece_the_rows_that_are_needed_are_read():
 
     entry = read_header(io.BytesIO(file.getvalue()))[0]["long"]
     counting = lambda: Counting(file.getvalue())  # noqa: E731
-    pieces = [StoredPiece(counting, entry, (at, 0)) for at in (1000, 0)]
+    pieces = [StoredPiece.of(counting, entry, (at, 0)) for at in (1000, 0)]
     stored = StoredTensor("long", (2000, 200), torch.float32, pieces)
     assert stored.block((1500, 0), (3, 2)).tolist() == [[100_000, 100_001], [100_200, 100_201], [100_400, 100_401]]
     assert count == 3 * 200 * 4
@@ -151,7 +151,7 @@ def test_a_folder_that_the_processes_do_not_share_is_an_error(tmp_path: Path):
 )
 def test_pieces_that_do_not_fit_are_refused(offsets: Any, said: str):
     entry = Entry(torch.float32, (2, 3), 0)
-    pieces = [StoredPiece(io.BytesIO, entry, at) for at in offsets]
+    pieces = [StoredPiece.of(io.BytesIO, entry, at) for at in offsets]
     with pytest.raises(CheckpointError, match=re.escape(said)):
         StoredTensor("w", (6, 3), torch.float32, pieces)
     for shape, dtype in (((6, 3), torch.float64), ((18,), torch.float32)):

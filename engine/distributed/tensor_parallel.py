@@ -1,0 +1,235 @@
+"""Layers that several processes compute together: each has a part of the weights (Shoeybi et al. 2019).
+
+A column-parallel layer has a part of the outputs on each process, a row-parallel one a part of the inputs, whose
+products are added up. Between the two, such as in attention and feed-forward networks, nothing is communicated. With
+sequence parallelism, what lies outside of them is split along the sequence (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from pulsetrain.engine.blocks import held_blocks
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["Colwise", "Rowwise", "SequencePlain", "SequenceSplit", "parallelize"]
+
+_Sequence = Shard(1)  # of activations of shape (batch, length, features)
+
+
+@dataclass
+class Colwise(ParallelStyle):
+    """Split a linear layer by its outputs.
+
+    Args:
+        parts: projections of equal size that are one after the other in the weight, such as queries, keys and values.
+        units: what must not be split up within a part, such as the heads of attention; their number.
+        gather: give all outputs to all processes.
+        sequence: the inputs are split along the sequence, and gathered first.
+    """
+
+    parts: int = 1
+    units: int | None = None
+    gather: bool = False
+    sequence: bool = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        features, count = _features(module)[1], device_mesh.size()
+        for what, number in (("outputs", features // self.parts), ("heads or other units", self.units or count)):
+            if number % count or features % self.parts:
+                raise ConfigurationError(
+                    f"a layer has {number} {what}{' in each part' if self.parts > 1 else ''}, which {count} processes "
+                    "cannot split evenly; choose another number of processes, or sizes of the model",
+                    "Topology",
+                    tensor=count,
+                )
+        out = 1 if _is_transposed(module) else 0
+        split = partial(_StridedShard, split_factor=self.parts) if self.parts > 1 else Shard
+        _place(module, device_mesh, {"weight": split(out), "bias": split(0)})
+        if isinstance(outputs := getattr(module, "nf", None), int):  # the layer of transformers' GPT-2 reads it
+            module.nf = outputs // count  # type: ignore[assignment]  # torch has no type for an attribute
+
+        def enter(x: Tensor) -> Tensor:
+            return _converted(x, device_mesh, _Sequence if self.sequence else Replicate(), Replicate(), Partial())
+
+        def leave(y: Tensor) -> Tensor:
+            return _converted(y, device_mesh, Shard(-1), Replicate(), Replicate()) if self.gather else y
+
+        return _on_parts(module, enter, leave, device_mesh)
+
+
+@dataclass
+class Rowwise(ParallelStyle):
+    """Split a linear layer by its inputs, which a column-parallel layer has made.
+
+    Args:
+        sequence: split the outputs along the sequence.
+    """
+
+    sequence: bool = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        features, count = _features(module)[0], device_mesh.size()
+        if features % count:
+            raise ConfigurationError(
+                f"a layer has {features} inputs, which {count} processes cannot split evenly", "Topology", tensor=count
+            )
+        _place(module, device_mesh, {"weight": Shard(0 if _is_transposed(module) else 1), "bias": Replicate()})
+        out = _Sequence if self.sequence else Replicate()
+        # the bias is added once: by the first process
+        first = 1.0 if device_mesh.get_local_rank() == 0 else 0.0
+        return _on_parts(
+            module, lambda x: x, lambda y: _converted(y, device_mesh, Partial(), out, out), device_mesh, {"bias": first}
+        )
+
+
+@dataclass
+class SequencePlain(ParallelStyle):
+    """A module, such as a normalisation, that computes each position by itself, on its process's part of a sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        _place(module, device_mesh, dict.fromkeys(names, Replicate()))
+        return _on_parts(module, lambda x: x, lambda y: y, device_mesh, dict.fromkeys(names, 1.0))
+
+
+@dataclass
+class SequenceSplit(ParallelStyle):
+    """A module, such as an embedding, whose outputs are split along the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        count = device_mesh.size()
+
+        def leave(_module: nn.Module, _inputs: object, y: Tensor) -> Tensor:
+            if y.shape[1] % count:
+                raise ConfigurationError(
+                    f"a sequence of {y.shape[1]} positions cannot be split evenly over {count} processes; choose "
+                    "another length, or leave sequence_parallel out",
+                    "Topology",
+                    tensor=count,
+                )
+            return _converted(y, device_mesh, Replicate(), _Sequence, _Sequence)
+
+        module.register_forward_hook(leave)
+        return module
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
+    """Split the layers of a module over the processes of a mesh, in place; all of them call this.
+
+    Args:
+        module: the same on all processes.
+        mesh: of one dimension.
+        styles: by the names of modules, in which `*` is anything between two dots.
+    """
+    parallelize_module(module, mesh, dict(styles))
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    rows, columns = module.weight.shape  # type: ignore[misc]  # a tensor
+    return (rows, columns) if _is_transposed(module) else (columns, rows)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is (inputs, outputs), as in the Conv1D of transformers' GPT-2."""
+    return not isinstance(module, nn.Linear)
+
+
+def _place(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+    """Keep of each parameter what this process holds."""
+    for name, whole in list(module.named_parameters(recurse=False)):
+        at = [placements[name]]
+        mine = held_blocks(whole.shape, mesh.shape, mesh.get_coordinate() or (), at)
+        part = torch.empty(mine.shape, dtype=whole.dtype, device=whole.device)
+        for offset, start, shape in mine.blocks:
+            theirs = tuple(slice(each, each + size) for each, size in zip(offset, shape, strict=True))
+            part[tuple(slice(each, each + size) for each, size in zip(start, shape, strict=True))] = whole.detach()[
+                theirs
+            ]
+        made = DTensor.from_local(part, mesh, at, run_check=False, shape=whole.shape, stride=whole.stride())
+        module.register_parameter(name, nn.Parameter(made, requires_grad=whole.requires_grad))
+
+
+def _on_parts(
+    module: nn.Module,
+    enter: Callable[[Tensor], Tensor],
+    leave: Callable[[Tensor], Tensor],
+    mesh: DeviceMesh,
+    replicated: Mapping[str, float] | None = None,
+) -> nn.Module:
+    """Let a module compute with what this process holds of its parameters.
+
+    Args:
+        enter: makes its input from that of the whole module.
+        leave: makes the whole module's output from its own.
+        mesh: of the processes.
+        replicated: parameters whose gradients are added up over the processes, with what they are multiplied by here.
+    """
+    module.forward = _PartForward(module, enter, leave, mesh, dict(replicated or {}))
+    return module
+
+
+class _PartForward:
+    def __init__(
+        self,
+        module: nn.Module,
+        enter: Callable[[Tensor], Tensor],
+        leave: Callable[[Tensor], Tensor],
+        mesh: DeviceMesh,
+        replicated: Mapping[str, float],
+    ) -> None:
+        self._module, self._forward = module, module.forward
+        self._enter, self._leave, self._mesh, self._replicated = enter, leave, mesh, replicated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self._enter(x)
+        named = self._module._parameters  # noqa: SLF001  # functional_call would run the module's hooks a second time
+        before = dict(named)
+        try:
+            for name, parameter in before.items():
+                if parameter is not None:
+                    named[name] = self._part(name, parameter)  # type: ignore[assignment]  # computed from it
+            y = self._forward(x)
+        finally:
+            named.update(before)
+        y = self._leave(y)
+        is_view = y._is_view()  # noqa: SLF001  # has no public name
+        made: Tensor = _NoView.apply(y) if is_view else y  # type: ignore[no-untyped-call]  # of torch
+        return made
+
+    def _part(self, name: str, parameter: Any) -> Tensor:
+        part: Tensor = parameter.to_local()
+        if name not in self._replicated:
+            return part
+        factor = self._replicated[name]
+        shared = _converted(part, self._mesh, Replicate(), Replicate(), Partial())
+        return shared if factor == 1.0 else shared * factor
+
+
+class _NoView(torch.autograd.Function):
+    """The same memory, not as a view: fully_shard warns of a module that returns one, and nothing else refers to it."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _converted(x: Tensor, mesh: DeviceMesh, now: Placement, then: Placement, gradient: Placement) -> Tensor:
+    """A process's part of a tensor under another placement; its gradient comes back under a placement of its own."""
+    whole = DTensor.from_local(x, mesh, [now], run_check=False)
+    return whole.redistribute(mesh, [then]).to_local(grad_placements=[gradient])

@@ -1,0 +1,208 @@
+"""Layers that several processes compute together: they learn what one process learns, and resume in any layout."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, Every, Topology, TorchBackend
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.distributed.saved_shards import sharded_like
+from pulsetrain.engine.recording.diff.ranks import diff_ranks
+from pulsetrain.engine.strategies import PretrainStrategy
+from pulsetrain.handlers import EMA, EventRecorder, Fingerprints, GradientMonitor
+from tests.support.ranks import in_processes
+from tests.support.runs_of_shards import apart, trained
+from tests.support.tensor_parallel import TOPOLOGIES, Attending, attending
+
+FAST = ("tensor", "sequence")
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("shards of tensor", "copies of tensor", "tensor 4")]
+
+
+@pytest.mark.parametrize("layout", [*FAST, *SLOW])
+def test_they_learn_what_one_process_learns(layout: str):
+    """Clipped, accumulated, with a decayed rate, and with a last batch that is smaller."""
+    configs: list[dict[str, Any]] = [
+        {"clip_grad_norm": None},
+        {"accumulate": 2},
+        {"clip_grad_value": 0.01, "schedule": "cosine"},
+    ]
+
+    def run(rank: int, layout: str) -> list[Any]:
+        found = []
+        for config in configs:
+            for rows in (17, 16):
+                norms: list[float] = []
+                made = attending(layout, rank, rows=rows, **config)
+                made.on(Events.GRADIENTS_READY)(
+                    lambda engine, event, norms=norms: norms.append(float(event.payload.grad_norm))
+                )
+                found.append((trained(made), norms, made.state.samples))
+        return found
+
+    expected = run(0, "one")
+    for each in in_processes(lambda rank: run(rank, layout), TOPOLOGIES[layout].processes):
+        assert each.error == "", each.error
+        for (found, norms, samples), (alone, its_norms, its_samples) in zip(each.value, expected, strict=True):
+            assert found["sharded"]
+            assert apart(found, alone) < 1e-12
+            assert norms == pytest.approx(its_norms, abs=1e-12)
+            assert samples == its_samples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*FAST, "shards of tensor"])
+def test_fifty_steps_in_float32(layout: str):
+    def run(rank: int, layout: str) -> Any:
+        return trained(attending(layout, rank, dtype=torch.float32, rows=40, max_epochs=5))
+
+    expected = run(0, "one")
+    for each in in_processes(lambda rank: run(rank, layout), TOPOLOGIES[layout].processes):
+        assert each.error == "", each.error
+        assert apart(each.value, expected) < 1e-5
+
+
+def cut_after(trainer: Any, iteration: int) -> None:
+    trainer.on(Events.ITERATION_COMPLETED(once=iteration))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    trainer.train()
+
+
+@pytest.mark.parametrize("layout", ["tensor", *SLOW[:2], pytest.param("sequence", marks=pytest.mark.slow)])
+def test_a_run_that_was_killed_resumes_bit_for_bit(layout: str, tmp_path: Path):
+    def run(rank: int, folder: str, body: Callable[[Any], Any]) -> Any:
+        model, run = Attending(dropout=0.1), tmp_path / folder
+        handlers = EventRecorder(run), EMA(0.9), Fingerprints(Every(iterations=2)), GradientMonitor(Every(updates=2))
+        return body(attending(layout, rank, *handlers, run=run, model=model, accumulate=2))
+
+    count = TOPOLOGIES[layout].processes
+    in_processes(lambda rank: run(rank, "run", lambda made: cut_after(made, 8)), count)
+    resumed = in_processes(lambda rank: run(rank, "run", lambda made: trained(made, resume="latest")), count)
+    whole = in_processes(lambda rank: run(rank, "whole", trained), count)
+    for each, expected in zip(resumed, whole, strict=True):
+        assert (each.error, expected.error) == ("", "")
+        assert each.value["weights"] == expected.value["weights"]
+    assert not diff_ranks(tmp_path / "run")
+
+
+PAIRS = [(one, other) for one in TOPOLOGIES for other in TOPOLOGIES if one != other]
+FEW = [("tensor", "one"), ("one", "tensor")]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in PAIRS if each not in FEW)]
+)
+def test_a_checkpoint_of_any_layout_has_the_same_bits_in_any_other(first: str, then: str, tmp_path: Path):
+    for each in in_processes(lambda rank: trained(attending(first, rank, run=tmp_path)), TOPOLOGIES[first].processes):
+        assert each.error == "", each.error
+    newest = CheckpointManager(tmp_path / "checkpoints").valid()[-1]
+    saved = load_checkpoint(newest)
+
+    def loaded(rank: int) -> int:
+        made = attending(then, rank)
+        made.load_checkpoint(newest)
+        now = {"model": made.checkpoint_state()["model"], "optimizer": made.checkpoint_state()["optimizer"]["state"]}
+        return compared(saved["model"], now["model"]) + compared(saved["optimizer"]["state"], now["optimizer"])
+
+    for each in in_processes(loaded, TOPOLOGIES[then].processes):
+        assert each.error == "", each.error
+        assert each.value == 3 * 17 + 17  # weights, two moments and a count of steps each
+
+
+def compared(saved: Any, now: Any) -> int:
+    """How many tensors have the same bits as those that were saved: of shards, the part that this process has."""
+    if isinstance(saved, dict):
+        assert saved.keys() == now.keys()
+        return sum(compared(each, now[name]) for name, each in saved.items())
+    assert isinstance(saved, torch.Tensor)
+    mine = sharded_like(saved, now)
+    if hasattr(mine, "to_local"):
+        mine, now = mine.to_local(), now.to_local()
+    assert torch.equal(mine, now)
+    return 1
+
+
+def test_norms_of_parts_and_of_whole_parameters_are_those_of_one_process():
+    def run(rank: int, layout: str) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+        made = attending(layout, rank, GradientMonitor(Every(updates=2), updates=True), clip_grad_norm=None)
+        made.on(Events.METRICS_LOGGED)(lambda engine, event: found.append(dict(event.payload.metrics)))
+        made.train()
+        return [{name: each for name, each in metrics.items() if "/" in name} for metrics in found]
+
+    expected = run(0, "one")
+    assert any("update_ratio/qkv.weight" in each for each in expected), expected
+    for each in in_processes(lambda rank: run(rank, "tensor")):
+        assert each.error == "", each.error
+        for found, alone in zip(each.value, expected, strict=True):
+            assert found == pytest.approx(alone, abs=1e-6)
+
+
+def transformer(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=2, n_head=4, n_embd=16, vocab_size=32, n_positions=8, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
+        )
+    else:
+        made = transformers.LlamaConfig if kind == "llama" else transformers.Qwen2Config
+        config = made(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+        )  # fmt: skip
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model.double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_models_of_transformers_learn_what_they_learn_in_one_process(kind: str):
+    tokens = torch.randint(0, 32, (12, 8), generator=torch.Generator().manual_seed(1))
+
+    def run(backend: Any) -> Any:
+        loader = DataLoader(TensorDataset(tokens), 4, shuffle=True)
+        # AdamW would enlarge the rounding of gradients that are 0, such as for the biases of keys
+        config = TrainingConfig(optimizer="sgd", learning_rate=0.1, clip_grad_norm=1.0, max_epochs=3, seed=3)
+        return trained(
+            Trainer(transformer(kind), loader, loader, strategy=PretrainStrategy(), backend=backend, config=config)
+        )
+
+    expected = run(None)
+    backend: Callable[[], Any] = lambda: TorchBackend("cpu", topology=Topology(tensor=2))  # noqa: E731
+    for each in in_processes(lambda rank: run(backend())):
+        assert each.error == "", each.error
+        assert apart(each.value, expected) < 1e-12
+
+
+def test_what_does_not_fit_ends_all_before_training():
+    def run(rank: int, **given: Any) -> None:
+        attending("tensor", rank, model=given["model"]).train()
+
+    bad = Attending()
+    bad.up = nn.Linear(8, 15)
+    cases = {
+        "has no plan": nn.Linear(3, 4),
+        "a layer has 15 outputs, which 2 processes cannot split evenly": bad,
+    }
+    for said, model in cases.items():
+        for each in in_processes(lambda rank, model=model: run(rank, model=model)):
+            assert said in each.error.splitlines()[-1]
+
+
+def test_a_sequence_that_cannot_be_split_is_named():
+    def run(rank: int) -> None:
+        made = attending("sequence", rank)
+        made.train_loader = [(torch.ones(4, 3, 3).double(), torch.ones(4, 3, 4).double())]
+        made.train()
+
+    for each in in_processes(run):
+        assert "a sequence of 3 positions cannot be split evenly over 2 processes" in each.error
