@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from pulsetrain.engine.backends.micro_batches import MicroBatches, cut, filled, joined, rows_of, split, tensors_in
@@ -19,7 +20,7 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.pipeline_parts import PipelineParts, leave_out
 from pulsetrain.engine.distributed.pipeline_plan import check_parts, find_plan
 from pulsetrain.engine.distributed.ranks import PIPELINE
-from pulsetrain.engine.distributed.shards import norms_of_wholes
+from pulsetrain.engine.distributed.shards import norms_of_wholes, shard_weights
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.model_call import call
@@ -62,11 +63,16 @@ class Pipeline:
         check_parts(module, parts, topology.pipeline)
         mesh = topology.mesh(device)
         self.group = mesh["pipeline"].get_group()
-        self.copies = mesh["replicate"].get_group() if "replicate" in (mesh.mesh_dim_names or ()) else None
+        names = [name for name in mesh.mesh_dim_names or () if name != "pipeline"]
+        is_sharded = mesh["shard"].size() > 1
+        self.copies = mesh["replicate"].get_group() if "replicate" in names and not is_sharded else None
         self.place: int = mesh.get_local_rank("pipeline")
         absent = [name for name, part in parts.items() if part % topology.pipeline != self.place]
         _place_values(module, absent, device)
         self.replaced: Mapping[Tensor, Tensor] = leave_out(module, absent)
+        if is_sharded:
+            own = [module.get_submodule(name) for name in parts if name not in absent]
+            self.replaced = {**self.replaced, **_shard(own, mesh[tuple(names)], topology, device)}
         self._parts = PipelineParts(module, plan)
         self._call = _Whole(self, module.forward)
         module.forward = self._call
@@ -381,6 +387,28 @@ def _place_values(module: nn.Module, absent: Sequence[str], device: torch.device
             torch.distributed.broadcast(value, src=0)
             if each not in left_out:
                 each.data = value
+
+
+def _shard(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, topology: Topology, device: torch.device
+) -> dict[Tensor, Tensor]:
+    """Split each module's weights over the processes that have them; returns the shards by the whole parameters."""
+    replaced: dict[Tensor, Tensor] = {}
+    for module in modules:
+        whole = dict(module.named_parameters(remove_duplicate=False))
+        if not whole:
+            continue
+        if any(each in replaced for each in whole.values()):
+            raise ConfigurationError(
+                "two layers of the model share a parameter, which cannot be split up in both; set shard=1",
+                "Topology",
+                shard=topology.shard,
+                pipeline=topology.pipeline,
+            )
+        shard_weights(module, mesh, topology, device)
+        shards = dict(module.named_parameters(remove_duplicate=False))
+        replaced.update((each, shards[name]) for name, each in whole.items())
+    return replaced
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

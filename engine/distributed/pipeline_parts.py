@@ -118,8 +118,8 @@ class _Part:
     def _check_received(self, run: _Run, args: Iterable[object], kwargs: dict[str, object]) -> None:
         """The part's first block alone gets what was received, once, and none gets what other processes compute."""
         given = [*args, *kwargs.values()]
-        received = sum(each is run.received for each in given)
-        if received != (self.at == run.span.start) or any(each is run.filler for each in given):
+        received = sum(_is_same(each, run.received) for each in given)
+        if received != (self.at == run.span.start) or any(_is_same(each, run.filler) for each in given):
             raise _cannot(self.name, "it needs something else than what the layer before it has returned")
 
 
@@ -141,6 +141,16 @@ def leave_out(model: nn.Module, names: Iterable[str]) -> dict[Tensor, Tensor]:
             for key, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, key, torch.empty_like(buffer, device="meta"))
     return replaced
+
+
+def _is_same(value: object, tensor: Tensor | None) -> bool:
+    """Whether it is the same memory: hooks of fully_shard give a module another object."""
+    return (
+        isinstance(value, Tensor)
+        and tensor is not None
+        and value.data_ptr() == tensor.data_ptr()
+        and (value.shape, value.stride()) == (tensor.shape, tensor.stride())
+    )
 
 
 def _cannot(name: str, why: str) -> ConfigurationError:

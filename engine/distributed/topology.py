@@ -95,13 +95,13 @@ class Topology:
         check_type("Topology", "blocks", self.blocks, str | None, "the path of the list of layers, as 'model.layers'")
         if self.pipeline == 1:
             return
-        together = {"tensor": self.tensor, "shard": self.shard}
+        together = {"tensor": self.tensor > 1, "param_dtype": self.param_dtype, "offload": self.offload}
         for name, value in together.items():
-            if value != 1:
+            if value:
                 raise ConfigurationError(
-                    "is not supported together with a pipeline; set one of the two to 1",
+                    "is not supported together with a pipeline; leave one of the two out",
                     "Topology",
-                    **{name: value, "pipeline": self.pipeline},
+                    **{name: getattr(self, name), "pipeline": self.pipeline},
                 )
         uneven = self.schedule == "interleaved" and self.parts_of_batch % self.pipeline
         if self.parts_of_batch < self.pipeline or uneven:

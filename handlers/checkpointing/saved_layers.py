@@ -27,6 +27,7 @@ class _Outline:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: bool = True
+    in_pieces: bool = False
 
 
 def of_all_layers(control: ControlGroup, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +48,8 @@ def of_all_layers(control: ControlGroup, state: Mapping[str, Any]) -> dict[str, 
 
 def _outline(value: Any) -> Any:
     """What a process says about its tensors; what holds none is left out, as _MISSING is."""
+    if isinstance(value, Piece):
+        return _Outline(value.shape, value.data.dtype, in_pieces=True)
     if isinstance(value, Tensor):
         if not value.ndim and not value.is_meta:
             return value.detach().cpu().clone()
@@ -103,8 +106,10 @@ def _tensor(own: Any, outlines: Sequence[Any], rank: int) -> Any:
     first = outlines[holders[0]]
     if isinstance(first, Tensor):
         return first if own is _MISSING or own.is_meta else own
+    if isinstance(own, Piece):
+        return own
     start = (0,) * len(first.shape)
-    data = own.detach() if rank == holders[0] else torch.empty(start, dtype=first.dtype)
+    data = own.detach() if rank == holders[0] and not first.in_pieces else torch.empty(start, dtype=first.dtype)
     return Piece(data, first.shape, start)
 
 

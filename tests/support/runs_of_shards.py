@@ -36,6 +36,7 @@ KINDS = {
     "copies": Kind(4, {"replicate": 2}),
     "pipeline": Kind(2, {"shard": 1, "pipeline": 2}),
     "pipelines": Kind(4, {"shard": 1, "pipeline": 2}),
+    "pipelines of shards": Kind(4, {"pipeline": 2}),
 }
 
 

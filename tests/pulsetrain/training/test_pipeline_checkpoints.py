@@ -29,6 +29,7 @@ from tests.support.runs_of_shards import KINDS, apart, saving, trained
             for each in (
                 ("one", "pipeline"), ("pipeline", "ddp"), ("ddp", "pipeline"), ("pipeline", "copies"),
                 ("copies", "pipeline"), ("pipelines", "pipelines"), ("pipelines", "pipeline"),
+                ("pipelines of shards", "pipelines of shards"), ("pipelines of shards", "fsdp"),
             )
         ),
     ],
@@ -84,11 +85,15 @@ def digests_after_loading(path: Path, kind: str, folder: Path) -> list[dict[str,
     return [each.value for each in ended]
 
 
-_KINDS = ("one", "ddp", "pipeline", "copies")
+_KINDS = ("one", "ddp", "pipeline", "copies", "pipelines of shards")
 
 
 @pytest.mark.parametrize(
-    "kind", ["pipeline", *(pytest.param(each, marks=pytest.mark.slow) for each in ("one", "ddp", "copies"))]
+    "kind",
+    [
+        "pipeline",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("one", "ddp", "copies", "pipelines of shards")),
+    ],
 )
 def test_what_a_checkpoint_holds_is_loaded_bit_for_bit_by_any_other_number(kind: str, tmp_path: Path):
     for each in in_processes(

@@ -71,7 +71,8 @@ def test_copies_of_a_pipeline_on_four_processes():
         return trained(make_with(layers(rank), *loaders, backend=backend, clip_grad_norm=0.5, accumulate=2))
 
     one = run(0, None)
-    for topology in ({}, {"schedule": "interleaved"}, {"pipeline": 4, "microbatches": 5}):
+    shards = {"shard": 2}, {"shard": 2, "schedule": "interleaved"}
+    for topology in ({}, {"schedule": "interleaved"}, {"pipeline": 4, "microbatches": 5}, *shards):
         check(in_processes(lambda rank, made=topology: run(rank, pipelined(**made)), 4, limit=120), one)
 
 
@@ -386,7 +387,7 @@ def test_parts_of_a_batch_that_differ_are_refused():
         ({"pipeline": 2, "microbatches": 1}, "at least one for each process"),
         ({"pipeline": 2, "microbatches": 3, "schedule": "interleaved"}, "the same number for each"),
         ({"pipeline": 2, "tensor": 2}, "not supported together"),
-        ({"pipeline": 2, "shard": -1, "replicate": 1}, "not supported together"),
+        ({"pipeline": 2, "param_dtype": "bfloat16"}, "not supported together"),
     ],
 )
 def test_a_topology_that_cannot_be_is_refused(topology: dict[str, Any], text: str):
