@@ -169,7 +169,7 @@ def _lists(model: nn.Module) -> Iterator[str]:
 
 
 def _check_direct(module: nn.Module, prefix: str) -> None:
-    """Refuse parameters beside the layers: whoever computes with them cannot be known."""
+    """Refuse parameters beside the layers: it cannot be known which process computes with them."""
     direct = [name for name, _ in module.named_parameters(recurse=False)]
     if direct:
         raise ConfigurationError(
