@@ -93,12 +93,14 @@ def find_plan(model: nn.Module, path: str | None = None) -> PipelinePlan:
     module, prefix = model, ""
     for step in found.split(".") if found else []:
         _check_direct(module, prefix)
+        later: list[str] = []
         side = before
         for name, child in module.named_children():
             if name == step:
-                side = after
+                side = later
             elif any(True for _ in child.parameters()):
                 side.append(prefix + name)
+        after = later + after
         module, prefix = module.get_submodule(step), f"{prefix}{step}."
     _check_direct(module, prefix)
     children = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
