@@ -128,8 +128,7 @@ class Pipeline:
         with self._context():
             found = self._parts.run(lambda: self.module(*args, **kwargs), self.spans[part], received)
         if part < len(self.spans) - 1:
-            # torch's schedules send a gradient to each part, also to one whose parameters are all frozen
-            return found.detach().requires_grad_() if self._now.learns and not found.requires_grad else found
+            return found
         self._now.outputs[index] = found
         return torch.zeros(())  # the outputs may be of any kind
 

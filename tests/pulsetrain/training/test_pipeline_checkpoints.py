@@ -74,6 +74,7 @@ def digests_after_loading(path: Path, kind: str, folder: Path) -> list[dict[str,
         state = made.optimizer.state_dict()
         for index, values in state["state"].items():
             found |= {f"optimizer/{index}/{name}": each for name, each in values.items()}
+            assert not any(each.is_meta for each in values.values())  # none for the layers of other processes
         found |= {f"average/{name}": each for name, each in average.state_dict()["average"]["weights"].items()}
         whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()}
         groups = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]

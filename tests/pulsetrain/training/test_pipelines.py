@@ -99,6 +99,7 @@ def learn_texts(
     found = trained(trainer)
     history = trainer.history.get_history()
     found["val"] = [value for name in ("train/loss", "val/loss", "val/token_accuracy") for value in history[name]]
+    found["val"] += [trainer.state.samples, trainer.state.tokens]
     return found
 
 
