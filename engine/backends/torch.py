@@ -137,6 +137,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
 
     def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The store of a model of which this process keeps some of the layers."""
+        self._check_sharded(strategy)
         module = self.checked_module(model)  # where it is: the whole may not fit on the device
         self.pipeline = Pipeline(module, self.topology, self.device, self._autocast)
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
@@ -154,17 +155,18 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         shard_module(copied, self.topology, self.device, self.tensor_plan)
         return copied
 
-    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Refuse what does not work, or is not known to work, with a sharded model."""
         refused: dict[str, object] = {}
         if self.scaler is not None:
             refused["precision"] = "fp16"  # each process would see the overflows of its own shard
         if self.compile:
             refused["compile"] = True
-        binds = isinstance(strategy, BindsModel) and not getattr(strategy, "takes_shards", False)
+        declared = "takes_shards" if self.topology.pipeline == 1 else "takes_pipelines"
+        binds = isinstance(strategy, BindsModel) and not getattr(strategy, declared, False)
         if binds or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
-        if type(optimizer) not in _ELEMENTWISE:
+        if optimizer is not None and type(optimizer) not in _ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
         if refused:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from examples.byte_lm.model import ByteGPT
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, Events, Every, SFTStrategy, TorchBackend
+from pulsetrain.engine import ConfigurationError, DPOStrategy, Events, Every, GRPOStrategy, SFTStrategy, TorchBackend
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.handlers import BestModel, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
@@ -116,7 +116,10 @@ def test_fifty_steps_of_a_language_model(schedule: str, dtype: torch.dtype, boun
 
     def run(rank: int, backend: Any) -> dict[str, Any]:
         rows = texts(40, packed=schedule == "gpipe")
-        return learn_texts(gpt(dtype), rows, backend, max_iterations=50, clip_grad_norm=0.5)
+        recomputed = "blocks.*" if schedule == "interleaved" else None
+        return learn_texts(
+            gpt(dtype), rows, backend, max_iterations=50, clip_grad_norm=0.5, activation_checkpointing=recomputed
+        )
 
     check(in_processes(lambda rank: run(rank, pipelined(schedule=schedule))), run(0, None), bound)
 
@@ -338,6 +341,16 @@ def test_a_model_whose_layers_need_more_than_the_layer_before_is_refused(model: 
 
     ended = in_processes(run)
     assert all("the model cannot be split at " in each.error for each in ended)
+
+
+@pytest.mark.parametrize("strategy", [DPOStrategy, GRPOStrategy])
+def test_strategies_that_copy_the_model_or_call_parts_of_it_are_refused(strategy: type[Any]):
+    def run(rank: int) -> None:
+        Trainer(gpt(), DataLoader(texts(8), 4), strategy=strategy(), backend=pipelined(), config=TrainingConfig())
+
+    for each in in_processes(run):
+        assert f"strategy={strategy.__name__}" in each.error.splitlines()[-1]
+        assert "is not known to work with a sharded model" in each.error
 
 
 def test_what_does_not_know_pipelines_is_refused_before_training(tmp_path: Any):
