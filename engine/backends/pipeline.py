@@ -74,8 +74,7 @@ class Pipeline:
             own = [module.get_submodule(name) for name in parts if name not in absent]
             self.replaced = {**self.replaced, **_shard(own, mesh[tuple(names)], topology, device)}
         self._parts = PipelineParts(module, plan)
-        self._call = _Whole(self, module.forward)
-        module.forward = self._call
+        module.forward = _Whole(self, module.forward)
         setattr(module, PIPELINE, self)
         self._programs: dict[object, _Program] = {}
         self._now: _Step | None = None

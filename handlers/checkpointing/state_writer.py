@@ -81,8 +81,9 @@ class StateWriter:
         """The state as this process saves it; where several save together, all call this."""
         with engine.sharing() if self.control is not None and is_training_run(engine) else nullcontext():
             state = self.own_state_of(engine)
-        model = engine.model if is_training_run(engine) else None
-        return of_all_layers(self.control, state) if self.control is not None and is_pipelined(model) else state
+        if self.control is None or not is_pipelined(getattr(engine, "model", None)):
+            return state
+        return of_all_layers(self.control, state)
 
     def own_state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
         """The state without what the other processes alone know."""
