@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pulsetrain.engine.errors import ConfigurationError
 
@@ -114,7 +115,7 @@ def find_plan(model: nn.Module, path: str | None = None) -> PipelinePlan:
 
 
 def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> None:
-    """Refuse a model with a part without parameters, or with a parameter that two processes would have.
+    """Refuse a model with a part without parameters, a parameter that two processes would have, or BatchNorm.
 
     Args:
         model: the whole model.
@@ -124,6 +125,14 @@ def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> N
     Raises:
         ConfigurationError: it is one.
     """
+    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if norms:
+        raise ConfigurationError(
+            f"{norms[0]} is a BatchNorm, which would normalise each part of a batch by itself, with the rows that fill "
+            "the last part up; use another normalisation, as LayerNorm or GroupNorm",
+            _PLACE,
+            pipeline=processes,
+        )
     held: dict[int, tuple[int, str]] = {}
     for module, part in parts.items():
         for name, each in model.get_submodule(module).named_parameters(module):

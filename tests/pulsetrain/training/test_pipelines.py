@@ -76,6 +76,44 @@ def test_copies_of_a_pipeline_on_four_processes():
         check(in_processes(lambda rank, made=topology: run(rank, pipelined(**made)), 4, limit=120), one)
 
 
+class Counting(nn.Module):
+    """Adds up what it sees in training."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(inputs.detach().sum())
+        return inputs
+
+
+@pytest.mark.slow
+def test_copies_are_validated_with_the_buffers_of_the_first_one():
+    def run(rank: int) -> Any:
+        model = layers()
+        model[1], model[5] = Counting(), Counting()
+        made = make_with(model, DataLoader(double(32), 8), DataLoader(double(9), 2), backend=pipelined(), max_epochs=1)
+        before: list[list[float]] = []
+        made.on(Events.ITERATION_COMPLETED(once=4))(lambda: before.append(seen(made.model)))
+        made.train()
+        return before[0], seen(made.model)
+
+    def seen(model: nn.Module) -> list[float]:
+        return [float(each) for each in model.buffers() if not each.is_meta]
+
+    ended = in_processes(run, 4, limit=120)
+    for each in ended:
+        assert not each.error, each.error
+    for first, other in ((0, 1), (2, 3)):  # the two copies of each part
+        assert ended[first].value[0] != ended[other].value[0]
+        assert ended[first].value[1] == ended[other].value[1] == ended[first].value[0]
+    assert ended[0].value[1] != ended[2].value[1]
+
+
 def texts(count: int, *, packed: bool = False) -> list[dict[str, Tensor]]:
     """Rows of which each has another number of trained tokens."""
     generator, rows = torch.Generator().manual_seed(1), []
@@ -311,6 +349,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a layer that is there twice": (lambda: nn.Sequential(*[nn.Linear(4, 4)] * 2), {}, "has a layer twice"),
     "a part without parameters": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Tanh(), nn.Tanh()), {}, "have 2, 3 alone",
+    ),
+    "BatchNorm": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1)), {},
+        "1 is a BatchNorm",
     ),
     "a model without a plan": (lambda: nn.Bilinear(4, 4, 1), {}, "pipeline_plan = 'blocks'"),
     "a path that is not there": (lambda: Skipping(), {"blocks": "layers"}, "there are: 'blocks'"),
