@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ from torch.utils.data import DataLoader
 
 from examples.byte_lm.model import ByteGPT
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, DPOStrategy, Events, Every, GRPOStrategy, SFTStrategy, TorchBackend
+from pulsetrain.engine import (
+    CheckpointError,
+    ConfigurationError,
+    DPOStrategy,
+    Events,
+    Every,
+    GRPOStrategy,
+    SFTStrategy,
+    TorchBackend,
+)
+from pulsetrain.engine.checkpoint import save_safetensors
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.handlers import BestModel, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
@@ -240,7 +251,7 @@ def test_norms_of_the_gradients_of_all_layers_are_reported_in_all_processes():
             assert each.value[name] == pytest.approx(values, abs=1e-12)
 
 
-def test_a_state_is_restored_and_the_model_can_be_called_as_a_whole():
+def test_a_state_is_restored_and_the_model_can_be_called_as_a_whole(tmp_path: Path):
     def run(rank: int) -> Any:
         made = make_with(
             layers(), DataLoader(double(16), 4), None, Fingerprints(Every(iterations=2)), backend=pipelined()
@@ -253,6 +264,8 @@ def test_a_state_is_restored_and_the_model_can_be_called_as_a_whole():
         with torch.no_grad():
             assert not torch.equal(made.model(inputs), before)
         made.model_store.restore(state)
+        with pytest.raises(CheckpointError, match="this process has a part of its weights"):
+            save_safetensors(made.model, tmp_path / "model.safetensors")
         with pytest.raises(RuntimeError, match="call it under"):
             made.model(inputs)
         with torch.no_grad():
