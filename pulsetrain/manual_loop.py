@@ -61,6 +61,9 @@ class Loop(Trainer):
 
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         super().__init__(model, *arguments, **options)
+        if self.backend.virtual_ranks is not None:
+            rule = "adds up the gradients of the Trainer's steps; a loop's body makes its own, so leave it out"
+            raise ConfigurationError(rule, "Loop", virtual=self.backend.virtual_ranks.total)
         if not isinstance(self.backend, InPlaceBackend):
             raise ConfigurationError(
                 "makes the updates itself, and a loop's body computes in place; use a Trainer, or TorchBackend()",

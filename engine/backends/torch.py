@@ -22,8 +22,10 @@ from pulsetrain.engine.backends.torch_computation import (
     not_empty,
 )
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
+from pulsetrain.engine.backends.virtual_shares import GlobalBatch, check_virtual_model, reduce_shares
 from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.distributed.reduction import start_alike
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
@@ -112,10 +114,13 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
         self._frozen: nn.Module | None = None  # of the model before it is split
-        self._bare = self._plain and self.clip_norm is None and self.clip_value is None and self.topology.pipeline == 1
+        whole = self.topology.pipeline == 1 and not self.topology.virtual  # one pass over one model, here
+        self._bare = self._plain and self.clip_norm is None and self.clip_value is None and whole
 
     def environment(self) -> dict[str, object]:
-        """How many processes train together, if there are several."""
+        """How many processes train together, if there are several, or the virtual ranks that they share."""
+        if self.topology.virtual is not None:
+            return {"virtual": self.topology.virtual, "reduction": self.topology.reduction}
         count = ranks().world_size
         return {"processes": count} if count > 1 else {}
 
@@ -130,10 +135,13 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             if callable(copies) and copies(module):
                 self._frozen = copy.deepcopy(module).requires_grad_(False)  # a module that is split cannot be copied
             self._shard(module, optimizer)
+        if self.topology.virtual is not None:
+            check_virtual_model(module, strategy, compiled=self.compile)
+            start_alike(module)
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)
-        return InPlaceStore(self, module, made)
+        return InPlaceStore(self, module, made, wraps=self.topology.virtual is None)
 
     def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The store of a model of which this process keeps some of the layers."""
@@ -213,6 +221,13 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             except Exception as error:
                 explain(error, batch)
                 raise
+        if type(batch) is GlobalBatch:
+
+            def compute(part: TrainingBatch, weight: float) -> Tensor:
+                loss: Tensor = self.forward_backward(state, part, strategy, scale * weight).loss
+                return loss
+
+            return GradientInfo(reduce_shares(state.weights, batch, compute))
         _, loss = self.outputs_and_loss(state.weights, batch, strategy)
         return GradientInfo(self.backward(loss, scale))
 

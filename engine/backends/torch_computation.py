@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.backends.virtual_shares import prepare_shares
+from pulsetrain.engine.data.virtual_loader import Shares
 from pulsetrain.engine.distributed.plans import TensorPlan
-from pulsetrain.engine.distributed.ranks import DataRank, ranks
+from pulsetrain.engine.distributed.ranks import DataRank, VirtualRanks, ranks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.step.activations import recompute_activations
@@ -104,6 +106,11 @@ class TorchComputation:
         return self.topology.data_rank(ranks())
 
     @property
+    def virtual_ranks(self) -> VirtualRanks | None:
+        """Whose shares of each global batch this process computes, where virtual ranks share it."""
+        return self.topology.virtual_ranks(ranks())
+
+    @property
     def batch_device(self) -> torch.device:
         """The device itself: batches are moved before they are prepared."""
         return self.device
@@ -141,6 +148,8 @@ class TorchComputation:
         Raises:
             ValueError: it has no samples, so its mean loss would be nan.
         """
+        if type(batch) is Shares:
+            return prepare_shares(batch, lambda share: self.prepare_batch(share, strategy), self.device)
         return not_empty(strategy.prepare_batch(moved(batch, self.device) if self._moves else batch))
 
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
 
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_type, check_whole_number, is_whole
-from pulsetrain.engine.distributed.ranks import DataRank, Ranks, ranks
+from pulsetrain.engine.distributed.ranks import DataRank, Ranks, VirtualRanks, ranks
 from pulsetrain.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -45,9 +45,14 @@ class Topology:
             that they have; None: in that one.
         reduce_dtype: the type in which sharded gradients are averaged; None: the type they have.
         offload: keep the shards in the memory of the host.
+        virtual: with `reduction="tree"`, into how many shares each global batch is divided, on any number of processes;
+            a power of two.
+        reduction: how copies add their gradients up: "fast", or "tree", in one fixed order, so that weights and losses
+            have the same bits on 1, 2, 4 ... `virtual` processes.
 
     Raises:
-        ConfigurationError: a number is neither positive nor -1, both are -1, or a type is unknown.
+        ConfigurationError: a number is neither positive nor -1, both are -1, a type is unknown, or `virtual` does not
+            go with the others.
 
     >>> Topology(shard=2).sizes(8), Topology().sizes(8), Topology(shard=2, tensor=2).sizes(8)
     ((4, 2), (8, 1), (2, 2))
@@ -64,6 +69,8 @@ class Topology:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     offload: bool = False
+    virtual: int | None = None
+    reduction: str = "fast"
 
     def __post_init__(self) -> None:
         for name in ("replicate", "shard"):
@@ -78,6 +85,8 @@ class Topology:
             if value is not None and value not in _DTYPES:
                 raise ConfigurationError(f"needs one of {', '.join(_DTYPES)}, or None", "Topology", **{name: value})
         check_bool("Topology", "offload", self.offload)
+        check_choice("Topology", "reduction", self.reduction, ("fast", "tree"))
+        self._check_virtual()
         check_bool("Topology", "sequence_parallel", self.sequence_parallel)
         if self.sequence_parallel and self.tensor == 1:
             raise ConfigurationError(
@@ -123,12 +132,47 @@ class Topology:
         """In how many parts, one after the other, the layers are split."""
         return self.pipeline * (2 if self.schedule == "interleaved" else 1)
 
+    def _check_virtual(self) -> None:
+        check_whole_number("Topology", "virtual", self.virtual, or_none=True)
+        if self.virtual is None and self.reduction == "fast":
+            return
+        given = {"virtual": self.virtual, "reduction": self.reduction}
+        rule = ""
+        if self.virtual is None or self.reduction == "fast":
+            rule = "one needs the other: virtual=2, reduction='tree' gives the same bits on one process and on two"
+        elif self.virtual & (self.virtual - 1):
+            rule = "needs a power of two, since shares are added in pairs: 2, 4, 8 ..."
+        others = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in given and getattr(self, each.name) != each.default
+        }
+        if not rule and others:
+            rule, given = (
+                "each process has the whole model where virtual ranks add up; leave the others out",
+                {
+                    **given,
+                    **others,
+                },
+            )
+        if rule:
+            raise ConfigurationError(rule, "Topology", **given)
+
     def sizes(self, world_size: int) -> tuple[int, int]:
         """How many copies there are, and in how many parts each.
 
         Raises:
             ConfigurationError: so many processes do not fit.
         """
+        if self.virtual is not None:
+            if self.virtual % world_size:
+                fitting = ", ".join(str(2**each) for each in range(self.virtual.bit_length()))
+                raise ConfigurationError(
+                    f"cannot be shared out evenly to {world_size} processes: start one of {fitting}",
+                    "Topology",
+                    virtual=self.virtual,
+                )
+            return world_size, 1
         known = max(self.replicate, 1) * max(self.shard, 1) * self.tensor * self.pipeline
         fits = world_size % known == 0 if -1 in (self.replicate, self.shard) else world_size == known
         if not fits:
@@ -157,9 +201,25 @@ class Topology:
             ConfigurationError: the processes do not fit.
         """
         replicate, shard = self.sizes(here.world_size)
+        if self.virtual is not None:  # together they train what one process would
+            return DataRank(leads=here.is_main)
         stage, place = divmod(here.rank, replicate * shard * self.tensor)
         leads = stage == 0 and place % self.tensor == 0
         return DataRank(place // self.tensor, replicate * shard, leads=leads)
+
+    def virtual_ranks(self, here: Ranks) -> VirtualRanks | None:
+        """Whose shares of each global batch a process computes; None without virtual ranks.
+
+        >>> Topology(virtual=4, reduction="tree").virtual_ranks(Ranks(1, 2))
+        VirtualRanks(here=range(2, 4), total=4)
+
+        Raises:
+            ConfigurationError: the processes do not fit.
+        """
+        if self.virtual is None:
+            return None
+        each = self.virtual // self.sizes(here.world_size)[0]
+        return VirtualRanks(range(here.rank * each, (here.rank + 1) * each), self.virtual)
 
     def mesh(self, device: str | torch.device) -> DeviceMesh:
         """The mesh over all processes, for a kind of device.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.distributed.ranks import DataRank, ranks
+from pulsetrain.engine.distributed.ranks import DataRank, VirtualRanks, ranks
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
@@ -62,6 +62,11 @@ class Backend(Protocol):
     def data_rank(self) -> DataRank:
         """Which share of each global batch this process computes; by default, each process has one."""
         return DataRank(*ranks())
+
+    @property
+    def virtual_ranks(self) -> VirtualRanks | None:
+        """Whose shares of each global batch this process computes, where virtual ranks share it; see `Topology`."""
+        return None
 
     @property
     def batch_device(self) -> torch.device:
