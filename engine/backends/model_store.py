@@ -71,7 +71,8 @@ class InPlaceStore(ModelStore):
     def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
         def put_back() -> None:
             for name, parameter in self.module.named_parameters():
-                found = sharded_like(saved[name], parameter) if name in saved else None
+                here = name in saved and not parameter.is_meta
+                found = sharded_like(saved[name], parameter) if here else None
                 parameter.grad = None if found is None else found.to(parameter.device)
 
         return put_back

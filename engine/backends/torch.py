@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.backends.micro_batches import MicroBatches, split
 from pulsetrain.engine.backends.model_store import InPlaceStore
-from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
+from pulsetrain.engine.backends.pipeline import Pipeline
+from pulsetrain.engine.backends.torch_computation import (
+    TorchComputation,
+    explain,
+    find_device,
+    moved,
+    no_gradient,
+    not_empty,
+)
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
 from pulsetrain.engine.backends.virtual_shares import GlobalBatch, check_virtual_model, reduce_shares
 from pulsetrain.engine.distributed.plans import TensorPlan
@@ -32,6 +41,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingBatch,
     TrainingResult,
     TrainingStrategy,
+    Tree,
 )
 
 __all__ = ["TorchBackend", "find_device"]
@@ -97,11 +107,15 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             tensor_plan=tensor_plan,
         )
 
+    pipeline: Pipeline | None = None
+    """Computes the model where several processes have some of its layers each."""
+
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
         self._frozen: nn.Module | None = None  # of the model before it is split
-        self._bare = self._plain and self.clip_norm is None and self.clip_value is None and not self.topology.virtual
+        whole = self.topology.pipeline == 1 and not self.topology.virtual  # one pass over one model, here
+        self._bare = self._plain and self.clip_norm is None and self.clip_value is None and whole
 
     def environment(self) -> dict[str, object]:
         """How many processes train together, if there are several, or the virtual ranks that they share."""
@@ -112,8 +126,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
 
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The module on the device, and the optimizer over its parameters."""
-        module = self.module_to_device(model)
         count = ranks().world_size
+        if self.topology.pipeline > 1:
+            return self._make_pipeline(model, optimizer, strategy)
+        module = self.module_to_device(model)
         if self.topology.is_sharded(count) and not is_sharded(module):
             copies = getattr(strategy, "copies_model", None)
             if callable(copies) and copies(module):
@@ -127,6 +143,18 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             self._check_sharded(strategy, made)
         return InPlaceStore(self, module, made, wraps=self.topology.virtual is None)
 
+    def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
+        """The store of a model of which this process keeps some of the layers."""
+        self._check_sharded(strategy)
+        module = self.checked_module(model)  # where it is: the whole may not fit on the device
+        self.pipeline = Pipeline(module, self.topology, self.device, self._autocast)
+        if isinstance(optimizer.chosen, torch.optim.Optimizer):
+            kept: dict[Tensor, Tensor] = {each: each for each in module.parameters()}
+            point_at(optimizer.chosen, {**kept, **self.pipeline.replaced})
+        made = optimizer.build(module)
+        self._check_sharded(strategy, made)
+        return InPlaceStore(self, module, made)
+
     def frozen_copy(self, module: nn.Module) -> nn.Module:
         """A copy of a module that does not learn, split over the processes as the module is."""
         copied, self._frozen = self._frozen, None
@@ -135,17 +163,18 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         shard_module(copied, self.topology, self.device, self.tensor_plan)
         return copied
 
-    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Refuse what does not work, or is not known to work, with a sharded model."""
         refused: dict[str, object] = {}
         if self.scaler is not None:
             refused["precision"] = "fp16"  # each process would see the overflows of its own shard
         if self.compile:
             refused["compile"] = True
-        binds = isinstance(strategy, BindsModel) and not getattr(strategy, "takes_shards", False)
+        declared = "takes_shards" if self.topology.pipeline == 1 else "takes_pipelines"
+        binds = isinstance(strategy, BindsModel) and not getattr(strategy, declared, False)
         if binds or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
-        if type(optimizer) not in _ELEMENTWISE:
+        if optimizer is not None and type(optimizer) not in _ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
         if refused:
             raise ConfigurationError(
@@ -162,6 +191,17 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             point_at(optimizer.chosen, {each: shards[name] for name, each in whole.items()})
 
+    def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
+        """The strategy's batch, on the device; with a pipeline, its parts are prepared one by one.
+
+        Raises:
+            ValueError: it has no samples, so its mean loss would be nan.
+        """
+        if self.topology.pipeline == 1:
+            return super().prepare_batch(batch, strategy)
+        parts = split(moved(batch, self.device), self.topology.parts_of_batch)
+        return not_empty(MicroBatches([strategy.prepare_batch(each) for each in parts]))
+
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:
         """The module and its optimizer themselves."""
         return ModelState(model, optimizer)
@@ -175,6 +215,12 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
         """Add `scale` times the loss's gradients to the parameters'."""
+        if self.pipeline is not None:
+            try:
+                return GradientInfo(self.pipeline.train(cast(MicroBatches, batch), strategy, scale))
+            except Exception as error:
+                explain(error, batch)
+                raise
         if type(batch) is GlobalBatch:
 
             def compute(part: TrainingBatch, weight: float) -> Tensor:
@@ -220,7 +266,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         self.precision.unscale(state.optimizer)
         if type(correction) is not float or correction != 1.0:
             scale_grads(_learning(state.optimizer), correction)
-        return replace(gradients, grad_norm=grad_norm(_learning(state.optimizer))) if measure else gradients
+        if not measure:
+            return gradients
+        norm = grad_norm(_learning(state.optimizer))
+        return replace(gradients, grad_norm=norm if self.pipeline is None else self.pipeline.norm(norm))
 
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False

@@ -21,7 +21,7 @@ from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
 from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, TrainingStrategy, Tree, describe
 
-__all__ = ["TorchComputation", "explain", "find_device", "given", "no_gradient", "not_empty"]
+__all__ = ["TorchComputation", "explain", "find_device", "given", "moved", "no_gradient", "not_empty"]
 
 
 def find_device(device: str | torch.device = "auto") -> torch.device:
@@ -117,6 +117,14 @@ class TorchComputation:
 
     def module_to_device(self, model: object) -> nn.Module:
         """The model on the device, compiled and with its activations recomputed if asked for."""
+        module = self.checked_module(model)
+        module.to(self.device)
+        if self.compile:
+            module.compile()
+        return module
+
+    def checked_module(self, model: object) -> nn.Module:
+        """The model where it is, with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
@@ -128,14 +136,11 @@ class TorchComputation:
             )
         if self.activation_checkpointing is not None:
             recompute_activations(model, self.activation_checkpointing)
-        model.to(self.device)
-        if self.compile:
-            model.compile()
         return model
 
     def to_device(self, batch: Tree) -> Tree:
         """The batch with every tensor on the device; copies from pinned memory do not wait."""
-        return _move(batch, self.device) if self._moves else batch
+        return moved(batch, self.device) if self._moves else batch
 
     def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
         """The strategy's batch, on the device.
@@ -145,7 +150,7 @@ class TorchComputation:
         """
         if type(batch) is Shares:
             return prepare_shares(batch, lambda share: self.prepare_batch(share, strategy), self.device)
-        return not_empty(strategy.prepare_batch(_move(batch, self.device) if self._moves else batch))
+        return not_empty(strategy.prepare_batch(moved(batch, self.device) if self._moves else batch))
 
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
         """The model's outputs for the batch."""
@@ -210,13 +215,14 @@ def given(batch: TrainingBatch) -> str:
     return f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
 
 
-def _move(value: Tree, device: torch.device) -> Tree:
+def moved(value: Tree, device: torch.device) -> Tree:
+    """The value with each tensor on the device; every mapping becomes a dict."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
+        return {key: moved(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(item, device) for item in value))
+        return type(value)(*(moved(item, device) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_move(item, device) for item in value)
+        return type(value)(moved(item, device) for item in value)
     return value

@@ -23,6 +23,7 @@ from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = [
+    "PIPELINE",
     "DataRank",
     "Ranks",
     "VirtualRanks",
@@ -31,11 +32,13 @@ __all__ = [
     "check_virtual",
     "gives_all_ranks_the_same",
     "is_fully_sharded",
+    "is_pipelined",
     "is_sharded",
     "is_shared",
     "ranks",
 ]
 
+PIPELINE = "_pipeline"  # the attribute of a model of which several processes have some layers each
 _SAMPLERS = (SequentialSampler, RandomSampler, WeightedRandomSampler)  # whose order is a function of the seed
 
 
@@ -222,12 +225,19 @@ def is_sharded(model: object) -> bool:
     """Whether this process holds a part of the weights alone."""
     if ranks().world_size == 1 or not isinstance(model, nn.Module):  # else a view of other arrays is not read
         return False
+    if is_pipelined(model):
+        return True
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # imports 60 modules
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()) or any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
+
+
+def is_pipelined(model: object) -> bool:
+    """Whether this process has some of the model's layers, and the others are without values."""
+    return getattr(model, PIPELINE, None) is not None
 
 
 def gives_all_ranks_the_same(loader: object, world_size: int) -> bool:

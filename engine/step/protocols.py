@@ -201,7 +201,8 @@ class BindsModel(Protocol):
     """A strategy that is shown the model.
 
     It is refused for a model of which each process holds a part, unless it has an attribute `takes_shards` that is
-    true: then it calls the model as a whole, in all processes alike.
+    true: then it calls the model as a whole, in all processes alike. For a pipeline, the attribute is
+    `takes_pipelines`: the strategy calls the model without gradients alone, and makes no copy of it.
     """
 
     def bind(self, model: nn.Module, backend: object) -> None:

@@ -236,7 +236,7 @@ class NextTokenStrategy(LanguageStrategy):
         ConfigurationError: an option is unknown.
     """
 
-    takes_shards = True  # it calls the model as a whole
+    takes_shards = takes_pipelines = True  # it calls the model as a whole
 
     def __init__(self, loss_options: Mapping[str, object] | None) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
 """Trains one small model in one process and in two, and prints how far their losses and weights are apart.
 
-    python examples/distributed/compare.py --modes one,ddp,fsdp,tensor --steps 50
+    python examples/distributed/compare.py --modes one,ddp,fsdp,tensor,pipeline --steps 50
 
-It starts its own processes, with torchrun for "ddp" (each has a copy of the model), "fsdp" (each has a shard) and
-"tensor" (each computes a part of the layers). All modes train the same global batches in float64.
+It starts its own processes, with torchrun for "ddp" (each has a copy of the model), "fsdp" (each has a shard), "tensor"
+(each computes a part of each layer) and "pipeline" (each has some of the layers). All modes train the same global
+batches in float64.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, Every, SupervisedStrategy, Topology, TorchBackend
 
-PROCESSES = {"one": 1, "ddp": 2, "fsdp": 2, "tensor": 2}
-TOPOLOGIES = {"fsdp": Topology(shard=2), "tensor": Topology(tensor=2)}
+PROCESSES = {"one": 1, "ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2}
+TOPOLOGIES = {"fsdp": Topology(shard=2), "tensor": Topology(tensor=2), "pipeline": Topology(pipeline=2)}
 TENSOR_PLAN = {"0": {"style": "colwise", "gather": True}, "3": {"style": "colwise", "gather": True}}
 
 
@@ -46,9 +47,14 @@ def train(steps: int, mode: str, result: Path) -> None:
     for event, name in ((Events.METRICS_LOGGED, "train/loss"), (Events.VALIDATION_COMPLETED, "val/loss")):
         trainer.on(event)(lambda engine, event, name=name: losses[name].append(event.payload.metrics[name]))
     trainer.train()
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    own = {name: each.detach() for name, each in model.named_parameters() if not each.is_meta}
+    whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in own.items()}
+    if mode == "pipeline":
+        of_each: list[dict[str, torch.Tensor]] = [{}, {}]
+        torch.distributed.all_gather_object(of_each, whole)
+        whole = of_each[0] | of_each[1]
     if int(os.environ.get("RANK", "0")) == 0:
-        weights = torch.cat([each.detach().flatten() for each in whole])
+        weights = torch.cat([each.flatten() for each in whole.values()])
         torch.save({"weights": weights, **{name: torch.tensor(each) for name, each in losses.items()}}, result)
 
 

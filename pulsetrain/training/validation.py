@@ -13,6 +13,7 @@ from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
 from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_training_run
+from pulsetrain.engine.backends.pipeline import pipeline_of
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
@@ -238,7 +239,11 @@ class Evaluation:
     def _clear(self) -> None:
         self._means, self.engine.state.metrics = {}, {}
         if self._control.is_shared:  # inside of the contexts: of averaged weights, those that are validated
-            self._control.broadcast_tensors(list(self.store.module.buffers()))
+            pipeline = pipeline_of(self.store.module)
+            if pipeline is not None:
+                pipeline.broadcast_buffers()
+            else:
+                self._control.broadcast_tensors(list(self.store.module.buffers()))
 
     def _reset(self) -> None:
         self._running.clear()

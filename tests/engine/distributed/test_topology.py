@@ -19,13 +19,22 @@ from pulsetrain.engine.errors import ConfigurationError
         ({"replicate": 1, "shard": -1}, 4, (1, 4)),
         ({"replicate": 2, "shard": -1}, 8, (2, 4)),
         ({"replicate": 2, "shard": 2}, 4, (2, 2)),
+        ({"pipeline": 2}, 4, (2, 1)),
+        ({"pipeline": 2, "shard": 2}, 8, (2, 2)),
         ({"virtual": 4, "reduction": "tree"}, 1, (1, 1)),
         ({"virtual": 4, "reduction": "tree"}, 2, (2, 1)),
     ],
 )
 def test_the_processes_are_divided_up(given: dict[str, Any], world: int, sizes: tuple[int, int]):
     assert Topology(**given).sizes(world) == sizes
-    assert Topology(**given).is_sharded(world) == (sizes[1] > 1)
+    assert Topology(**given).is_sharded(world) == (sizes[1] > 1 or "pipeline" in given)
+
+
+def test_the_processes_of_a_pipeline_train_the_same_samples_and_the_first_counts_them():
+    found = [Topology(pipeline=2, shard=2).data_rank(Ranks(rank, 8)) for rank in range(8)]
+    assert [each.rank for each in found] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert {each.count for each in found} == {4}
+    assert [each.leads for each in found] == [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -35,6 +44,7 @@ def test_the_processes_are_divided_up(given: dict[str, Any], world: int, sizes: 
         ({"shard": 3}, 2, r"does not fit 2 processes: start a multiple of 3"),
         ({"replicate": 2, "shard": 2}, 8, r"does not fit 8 processes: start 4"),
         ({"replicate": 4, "shard": -1}, 2, r"does not fit 2 processes: start a multiple of 4"),
+        ({"pipeline": 3}, 4, r"pipeline=3\): does not fit 4 processes: start a multiple of 3"),
         (
             {"virtual": 4, "reduction": "tree"},
             3,

@@ -252,7 +252,7 @@ def test_the_example_compares_one_process_with_two(tmp_path: Path):
         command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
-    for mode in ("ddp", "fsdp", "tensor"):
+    for mode in ("ddp", "fsdp", "tensor", "pipeline"):
         apart = dict(re.findall(rf"{mode} and one, (\S+): at most (\S+) apart", done.stdout))
         assert list(apart) == ["weights", "train/loss", "val/loss"]
         assert float(apart["weights"]) < 1e-12
