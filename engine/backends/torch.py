@@ -16,8 +16,10 @@ from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.memory.optimizer_state import ELEMENTWISE, offload_optimizer
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -32,12 +34,6 @@ from pulsetrain.engine.step.protocols import (
 
 __all__ = ["TorchBackend", "find_device"]
 
-# optimizers whose steps use each element of weights and gradients by itself
-_ELEMENTWISE = (
-    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam,
-    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD,
-)  # fmt: skip
-
 
 class TorchBackend(TorchComputation, InPlaceBackend):
     """nn.Module and torch.optim on one device.
@@ -51,7 +47,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         gradient_scale: the first factor by which fp16 multiplies gradients, so that small ones do not vanish.
         compile: run the model through torch.compile.
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass instead
-            of kept, as "blocks.*"; None leaves it to the configuration.
+            of kept, as "blocks.*", or an ActivationCheckpointing; None leaves it to the configuration.
         topology: how several processes share the model out; by default each has a copy of it.
         functional: compute with values, by torch.func.
 
@@ -75,7 +71,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         precision: str | None = None,
         gradient_scale: float = 65536.0,
         compile: bool = False,
-        activation_checkpointing: str | None = None,
+        activation_checkpointing: str | ActivationCheckpointing | None = None,
         topology: Topology | None = None,
         functional: bool = False,
     ) -> Any:
@@ -109,6 +105,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)
+        if self.optimizer_offload is not None:
+            offload_optimizer(made, self.optimizer_offload)
         return InPlaceStore(self, module, made)
 
     def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
@@ -121,8 +119,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         binds = isinstance(strategy, BindsModel) and not getattr(strategy, "takes_shards", False)
         if binds or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
-        if type(optimizer) not in _ELEMENTWISE:
+        if type(optimizer) not in ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
+        if self.optimizer_offload is not None:
+            refused["optimizer_offload"] = self.optimizer_offload
         if refused:
             raise ConfigurationError(
                 "is not known to work with a sharded model; choose another, or give each process the whole model",
@@ -173,7 +173,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         losses = iter(strategy.compute_losses(state.weights, batch))
         while True:
             try:
-                with self._autocast():  # not around the yield: the caller computes outside of it
+                with self.computing(state.weights):  # not around the yield: the caller computes outside of it
                     found = next(losses, None)
             except Exception as error:
                 explain(error, batch)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.step.activations import recompute_activations
+from pulsetrain.engine.memory.activations import recompute_activations
 
 
 class Block(nn.Module):

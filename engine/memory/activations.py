@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.memory.operators import changes_arguments, draws, operators_of
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 
 __all__ = ["recompute_activations"]
+
+_SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+class _Selection:
+    """Decides which results of operators are kept; a policy of torch's."""
+
+    def __init__(self, setting: ActivationCheckpointing) -> None:
+        self._keep, self._policy = operators_of(tuple(setting.keep)), setting.policy
+
+    def __call__(self, context: Any, operator: Any, /, *arguments: Any, **named: Any) -> CheckpointPolicy:
+        is_kept = operator in self._keep
+        if self._policy is not None:
+            is_kept = self._policy(context, operator, *arguments, **named) in _SAVES
+        if is_kept and not _has_effects(operator, arguments, named):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_effects(operator: Any, arguments: Sequence[object], named: Mapping[str, object]) -> bool:
+    """Whether leaving a call out would change what follows it: random numbers, or a tensor that it writes into."""
+    is_overload = isinstance(operator, OpOverload)
+    return is_overload and (changes_arguments(operator) or draws(operator, arguments, named))
 
 
 class _Recomputed:
     """A module's forward that keeps only its inputs; costs a second forward pass (Chen et al. 2016)."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, setting: ActivationCheckpointing) -> None:
+        self.module, self.setting = module, setting
         self.forward = module.forward
 
     def __call__(self, *args: object, **kwargs: Any) -> object:
@@ -28,12 +54,15 @@ class _Recomputed:
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _statistics_kept(self.module)
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if not self.setting.is_selective:
+            return nullcontext(), _statistics_kept(self.module)
+        saving, reading = create_selective_checkpoint_contexts(_Selection(self.setting))
+        return saving, _statistics_kept(self.module, reading)
 
 
 @contextmanager
-def _statistics_kept(module: nn.Module) -> Iterator[None]:
+def _statistics_kept(module: nn.Module, inside: AbstractContextManager[Any] | None = None) -> Iterator[None]:
     """Normalisation updates copies of its running statistics, so that it does not count the batch twice."""
     counting = [each for each in module.modules() if getattr(each, "track_running_stats", False) and each.training]
     kept = [(each, dict(each.named_buffers(recurse=False))) for each in counting]
@@ -41,26 +70,27 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
         for name, buffer in buffers.items():
             setattr(each, name, buffer.clone())
     try:
-        yield
+        with inside or nullcontext():  # entered last: it counts the operators that are called
+            yield
     finally:
         for each, buffers in kept:
             for name, buffer in buffers.items():
                 setattr(each, name, buffer)
 
 
-def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
-    """Let the modules with these names recompute their activations; the effect of an earlier call is undone first.
+def recompute_activations(model: nn.Module, setting: str | ActivationCheckpointing | None) -> list[str]:
+    """Let modules recompute their activations; the effect of an earlier call is undone first.
 
     Outputs, gradients, random draws (dropout) and running statistics stay the same bit for bit.
 
     Args:
-        pattern: a name, in which `*` matches anything between two dots: "blocks.*"; None for no module.
+        setting: the names of modules alone, or with what they keep; None for no module.
 
     Returns:
         The names of the modules.
 
     Raises:
-        ConfigurationError: no module has such a name.
+        ConfigurationError: no module has such a name, or no operator one of those to keep.
 
     >>> recompute_activations(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")
     ['0', '1']
@@ -71,8 +101,11 @@ def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
             earlier = module.__dict__.pop("forward")
             if getattr(earlier.forward, "__func__", None) is not type(module).forward:
                 module.forward = earlier.forward  # which was the user's own
-    if pattern is None:
+    if setting is None:
         return []
+    if isinstance(setting, str):
+        setting = ActivationCheckpointing(setting)
+    pattern = setting.modules
     found = [name for name in modules if name and _fits(name, pattern)]
     if not found:
         raise ConfigurationError(
@@ -87,8 +120,10 @@ def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
             f"{idle[0] + '.*'!r}",
             activation_checkpointing=pattern,
         )
+    operators_of(tuple(setting.keep))  # it refuses unknown ones
+    found = found[:: setting.every]
     for name in found:
-        modules[name].forward = _Recomputed(modules[name])
+        modules[name].forward = _Recomputed(modules[name], setting)
     return found
 
 
