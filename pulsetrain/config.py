@@ -77,9 +77,8 @@ class TrainingConfig:
         precision: fp32, bf16 or fp16 (autocast) ['fp32'].
         device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
-        activation_checkpointing: modules that recompute their activations in backward, as "blocks.*", or an
-            ActivationCheckpointing [None].
-        activation_offload: "host" or an ActivationOffload: keeps activations elsewhere until backward [None].
+        activation_checkpointing: modules that recompute them: "blocks.*", or an ActivationCheckpointing [None].
+        activation_offload: "host" or an ActivationOffload: keeps activations there until the backward pass [None].
         optimizer_offload: "host", "disk" or an OptimizerOffload: keeps the optimizer's state there [None].
         seed: seed of the data order and of all random numbers; None: torch's, as torch.manual_seed left it [None].
         skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].

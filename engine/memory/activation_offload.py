@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,8 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
     ...     loss = model(inputs).square().sum()
     >>> loss.backward()
     """
-    policy, smallest = setting.policy or HostMemory(), setting.min_bytes
+    policy = HostMemory() if setting.policy is None else cast(OffloadPolicy, setting.policy)
+    smallest = setting.min_bytes
     weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers()) if _is_plain(each)}
 
     def pack(tensor: Tensor) -> _Kept | _Moved:

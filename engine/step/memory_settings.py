@@ -101,7 +101,7 @@ class ActivationOffload:
     """
 
     min_bytes: int = 1 << 20
-    policy: OffloadPolicy | None = None
+    policy: object | None = None  # an OffloadPolicy; jsonargparse compares the signatures of a protocol's methods
 
     def __post_init__(self) -> None:
         check_whole_number("ActivationOffload", "min_bytes", self.min_bytes, 0)
