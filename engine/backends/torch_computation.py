@@ -92,6 +92,13 @@ class TorchComputation:
         self.activation_checkpointing = self.requested_checkpointing or settings.activation_checkpointing
         self.clip_norm, self.clip_value = settings.clip_grad_norm, settings.clip_grad_value
         self.activation_offload, self.optimizer_offload = settings.activation_offload, settings.optimizer_offload
+        if self.compile and self.activation_offload is not None:
+            raise ConfigurationError(
+                "torch.compile decides itself what is kept for the backward pass; leave one of the two out",
+                "TrainingConfig",
+                activation_offload=self.activation_offload,
+                compile=True,
+            )
         self._plain = (
             self.precision.dtype is None and self.activation_offload is None
         )  # the forward pass has no context

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ class _Selection:
     """Decides which results of operators are kept; a policy of torch's."""
 
     def __init__(self, setting: ActivationCheckpointing) -> None:
+        self._setting = setting
         self._keep, self._policy = operators_of(tuple(setting.keep)), setting.policy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Selection, (self._setting,)  # operators cannot be pickled
 
     def __call__(self, context: Any, operator: Any, /, *arguments: Any, **named: Any) -> CheckpointPolicy:
         is_kept = operator in self._keep
@@ -46,18 +51,20 @@ class _Recomputed:
     """A module's forward that keeps only its inputs; costs a second forward pass (Chen et al. 2016)."""
 
     def __init__(self, module: nn.Module, setting: ActivationCheckpointing) -> None:
-        self.module, self.setting = module, setting
-        self.forward = module.forward
+        self.module, self.forward = module, module.forward
+        selects = setting.keep or setting.policy is not None
+        self._selecting = partial(create_selective_checkpoint_contexts, _Selection(setting)) if selects else None
 
     def __call__(self, *args: object, **kwargs: Any) -> object:
-        if torch.compiler.is_compiling():  # a compiled graph has no side effects to undo, and takes no contexts
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        contexts: dict[str, Any] = {"context_fn": self._contexts}
+        if torch.compiler.is_compiling():  # a compiled graph has no side effects to undo, and takes no other contexts
+            contexts = {} if self._selecting is None else {"context_fn": self._selecting}
+        return checkpoint(self.forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        if not self.setting.is_selective:
+        if self._selecting is None:
             return nullcontext(), _statistics_kept(self.module)
-        saving, reading = create_selective_checkpoint_contexts(_Selection(self.setting))
+        saving, reading = self._selecting()
         return saving, _statistics_kept(self.module, reading)
 
 

@@ -56,11 +56,6 @@ class ActivationCheckpointing:
         if self.keep and self.policy is not None:
             raise refused(self, "the policy decides what is kept; leave one of the two out", "keep", "policy")
 
-    @property
-    def is_selective(self) -> bool:
-        """Whether the modules keep the results of some operators."""
-        return bool(self.keep) or self.policy is not None
-
     def __repr__(self) -> str:
         every = f", every={self.every}" if self.every > 1 else ""
         keep = f", keep={self.keep!r}" if self.keep else ""

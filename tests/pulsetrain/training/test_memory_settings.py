@@ -267,7 +267,7 @@ def test_the_run_folder_is_where_it_is_kept(tmp_path: Path):
 def test_a_full_disk_is_refused_before_training(tmp_path: Path):
     before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     model, data = regression_model(), loader()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
         with pytest.raises(ConfigurationError, match=r"OptimizerOffload\(folder=.*no room there for 1 MiB"):
             trainer({"optimizer_offload": offload("disk", tmp_path)}, model=model, train_loader=data)
@@ -280,6 +280,11 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path):
 def test_backends_that_compute_with_values_refuse(setting: str):
     with pytest.raises(ConfigurationError, match=rf"{setting}=.*works in place; leave it out"):
         trainer({setting: "host"}, backend=TorchBackend("cpu", functional=True))
+
+
+def test_activations_of_a_compiled_model_are_refused():
+    with pytest.raises(ConfigurationError, match=r"activation_offload=.*compile=True\): torch.compile decides itself"):
+        trainer({"activation_offload": "host", "compile": True})
 
 
 def test_the_kind_of_optimizer_is_refused(tmp_path: Path):
