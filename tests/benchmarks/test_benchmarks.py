@@ -52,6 +52,10 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
             "ours, the demo's handlers / hand-written, saving, throughput": 0.88,
         },
     ),
+    "memory_settings": (
+        ["--rounds", "1"],
+        {'selective, keep=["sdpa"]: activations kept, %': 40.0, "optimizer state on disk: resident, %": 10.0},
+    ),
     "overhead": (
         ["--iterations", "2000", "--rounds", "1"],
         {"no handlers": 16.0, "10 handlers": 10.0, "10 handlers, every=100": 50.0},

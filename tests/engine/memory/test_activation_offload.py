@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.live_bytes import bytes_for_backward
 from pulsetrain.engine import ActivationOffload, OffloadPolicy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.memory.activation_offload import HostMemory, offload_activations
 from pulsetrain.engine.memory.activations import recompute_activations
-from tests.support.live_bytes import bytes_for_backward
 
 
 class Noting(HostMemory):

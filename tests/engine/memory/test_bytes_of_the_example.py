@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness.live_bytes import bytes_for_backward
 from pulsetrain.engine import ActivationCheckpointing
 from pulsetrain.engine.memory.activations import recompute_activations
-from tests.support.live_bytes import bytes_for_backward
 
 
 @pytest.fixture

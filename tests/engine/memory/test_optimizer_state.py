@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from benchmarks.harness.resident import resident_bytes, rss_of_mapping
 from pulsetrain.engine import OptimizerOffload
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.file_system import FileSystem
@@ -23,7 +24,6 @@ from pulsetrain.engine.memory import optimizer_state, state_memory
 from pulsetrain.engine.memory.optimizer_state import ELEMENTWISE, offload_optimizer
 from pulsetrain.engine.optimizers import NamedOptimizers, create_optimizer
 from pulsetrain.engine.step.precision import Precision
-from tests.support.resident import resident_bytes, rss_of_mapping
 
 
 def network() -> nn.Module:

@@ -61,5 +61,5 @@ def _storages(value: object) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]
     for each in tree_leaves(value):
         if isinstance(each, Tensor):
             storage = each.untyped_storage()
-            weak = StorageWeakRef(storage)
+            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             yield weak.cdata, (weak, storage.nbytes())
