@@ -38,7 +38,7 @@ class _Made(TorchDispatchMode):
     """Notes the storages that operators make."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -61,5 +61,5 @@ def _storages(value: object) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]
     for each in tree_leaves(value):
         if isinstance(each, Tensor):
             storage = each.untyped_storage()
-            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            weak = StorageWeakRef(storage)
             yield weak.cdata, (weak, storage.nbytes())
