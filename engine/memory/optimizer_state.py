@@ -216,7 +216,7 @@ def _states_like(optimizer: Optimizer, kind: type[Optimizer], parameters: Iterab
             twin = _twin(optimizer, kind, options, [one], defaultdict(dict))
             _own_step(twin)
             dtypes[key] = {name: each.dtype for name, each in twin.state[one].items() if _is_offloaded(each, one)}
-        of_state = dtypes[key] if parameter.dim() else {}
+        of_state = dtypes[key] if _has_offloaded(parameter) else {}
         found.append(
             {name: torch.empty_like(parameter, dtype=dtype, device="meta") for name, dtype in of_state.items()}
         )
@@ -227,7 +227,11 @@ def _is_offloaded(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of a parameter's state is a tensor of its shape; what is smaller stays in memory."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
-    return value.shape == parameter.shape and bool(parameter.dim())
+    return value.shape == parameter.shape and _has_offloaded(parameter)
+
+
+def _has_offloaded(parameter: Tensor) -> bool:
+    return parameter.dim() > 0 and parameter.numel() > 0
 
 
 def _moves(slot: Tensor, parameter: Tensor) -> bool:

@@ -175,6 +175,32 @@ def test_what_is_on_disk_is_not_in_memory():
     assert bytes_for_backward(moved) < 0.15 * bytes_for_backward(lambda: model(inputs).sum())
 
 
+@pytest.mark.gpu
+def test_activations_of_an_accelerator_are_in_pinned_memory():
+    device, handles = torch.accelerator.current_accelerator(), []
+
+    class Noting(HostMemory):
+        def pack(self, tensor):
+            handles.append(super().pack(tensor))
+            return handles[-1]
+
+    torch.manual_seed(0)
+    model, inputs = Attentions().to(device), torch.randn(4, 8, 16, device=device)
+    found = []
+    for policy in (None, Noting()):
+        torch.manual_seed(1)
+        if policy is None:
+            loss = model(inputs).square().mean()
+        else:
+            with offload_activations(model, ActivationOffload(min_bytes=0, policy=policy)):
+                loss = model(inputs).square().mean()
+        learning = [each for each in model.parameters() if each.requires_grad]
+        found.append(torch.autograd.grad(loss, learning))
+    assert all(map(torch.equal, *found))
+    assert handles
+    assert all(each.is_pinned() for each in handles)
+
+
 def test_a_backward_pass_may_be_repeated():
     weight = torch.ones(3, requires_grad=True)
     with offload_activations(nn.Module(), ActivationOffload(min_bytes=0, policy=OnDisk())):

@@ -318,6 +318,39 @@ def test_several_optimizers_share_one_memory(tmp_path: Path):
     assert same_state(one, other)
 
 
+def test_scalars_and_empty_parameters_keep_their_state_in_memory(tmp_path: Path):
+    def trained(setting: OptimizerOffload | None) -> tuple[list[Tensor], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in ((), (0, 3), (2, 3))]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        if setting is not None:
+            offload_optimizer(optimizer, setting)
+        for _ in range(3):
+            sum(each.square().sum() for each in parameters).backward()
+            optimizer.step()
+        return parameters, optimizer
+
+    (wanted, one), (found, other) = trained(None), trained(to_disk(tmp_path))
+    assert all(map(torch.equal, found, wanted))
+    assert same_state(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("to", ["disk", "host"])
+def test_state_of_parameters_on_an_accelerator_is_on_the_host(to: str, tmp_path: Path):
+    device = torch.accelerator.current_accelerator()
+    plain, offloaded = network().to(device), network().to(device)
+    one, other = (create_optimizer(each, "adamw", 0.01) for each in (plain, offloaded))
+    offload_optimizer(other, to_disk(tmp_path) if to == "disk" else HOST)
+    for step in range(3):
+        for model, optimizer in ((plain, one), (offloaded, other)):
+            model(torch.full((8, 33), step + 1.0, device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, offloaded.parameters(), plain.parameters()))
+    assert {each["exp_avg"].device.type for each in other.state.values()} == {"cpu"}
+
+
 def test_a_closure_is_evaluated_once(tmp_path: Path):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
