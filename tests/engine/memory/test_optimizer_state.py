@@ -336,9 +336,10 @@ def test_scalars_and_empty_parameters_keep_their_state_in_memory(tmp_path: Path)
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("to", ["disk", "host"])
 def test_state_of_parameters_on_an_accelerator_is_on_the_host(to: str, tmp_path: Path):
-    device = torch.accelerator.current_accelerator()
+    device = torch.device("cuda")
     plain, offloaded = network().to(device), network().to(device)
     one, other = (create_optimizer(each, "adamw", 0.01) for each in (plain, offloaded))
     offload_optimizer(other, to_disk(tmp_path) if to == "disk" else HOST)
