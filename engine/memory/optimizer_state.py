@@ -6,6 +6,7 @@ state of some parameters is brought in, the optimizer's own step updates them, a
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 _HOOKS = tuple(
     f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 )
+_ALIGNED = 1024  # elements of a piece are a multiple: kernels compute the last few of a tensor by other instructions
 _SHARE, _LARGEST = 32, 64 << 20  # a part is by default this share of the state, and at most so many bytes
 
 
@@ -110,6 +112,9 @@ class _StateElsewhere(Optimizer):
                 loss = closure()
         self._memory.release()  # what others have read since the last step
         for group, parameters in self._parts():
+            if len(parameters) == 1 and self._is_large(parameters[0]):
+                self._step_in_pieces(group, parameters[0])
+                continue
             self._bring_in(parameters)
             _own_step(_twin(self, self._kind, group, parameters, self.state))
             self._move_out(parameters)
@@ -156,12 +161,50 @@ class _StateElsewhere(Optimizer):
             if part:
                 yield group, part
 
+    def _is_large(self, parameter: Tensor) -> bool:
+        """Whether the state of a parameter is brought in piece by piece."""
+        slots, gradient = self._slots[parameter], parameter.grad
+        size = sum(each.nbytes for each in slots.values())
+        if size <= self._part_bytes or gradient is None or gradient.layout is not torch.strided:
+            return False
+        whole = (parameter, gradient, *slots.values())
+        in_place = all(
+            value is slots.get(name)
+            for name, value in self.state.get(parameter, {}).items()
+            if _is_offloaded(value, parameter)
+        )
+        return in_place and all(each.is_contiguous() for each in whole)
+
+    def _step_in_pieces(self, group: Mapping[str, Any], parameter: Tensor) -> None:
+        """The step for one parameter, for some of its elements at a time."""
+        slots, before, after = self._slots[parameter], self.state.get(parameter, {}), {}
+        weights, gradient = parameter.detach().view(-1), cast(Tensor, parameter.grad).view(-1)
+        count = self._part_bytes * parameter.numel() // sum(each.nbytes for each in slots.values())
+        count = max(count // _ALIGNED * _ALIGNED, _ALIGNED)
+        for start in range(0, parameter.numel(), count):
+            there = slice(start, start + count)
+            piece = nn.Parameter(weights[there], requires_grad=False)
+            piece.grad = gradient[there]
+            kept = {name: slot.view(-1)[there] for name, slot in slots.items()}
+            own = {
+                name: _brought_in(kept[name], piece) if name in kept else copy.deepcopy(value)
+                for name, value in before.items()
+            }
+            twin = _twin(self, self._kind, group, [piece], defaultdict(dict, {piece: own}))
+            _own_step(twin)
+            after = twin.state[piece]
+            for name in kept.keys() & after.keys():
+                if after[name] is not kept[name]:
+                    kept[name].copy_(after[name])
+            self._memory.release([kept])
+        self.state[parameter].update({name: slots.get(name, value) for name, value in after.items()})
+
     def _bring_in(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             state = self.state.get(parameter, {})
             for name, slot in self._slots.get(parameter, {}).items():
-                if state.get(name) is slot and _moves(slot, parameter):
-                    state[name] = slot.to(parameter.device, copy=True)
+                if state.get(name) is slot:
+                    state[name] = _brought_in(slot, parameter)
 
     def _move_out(self, parameters: Sequence[Tensor]) -> None:
         """Copy state that is not where it is kept to there, and release that."""
@@ -232,6 +275,11 @@ def _is_offloaded(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
 
 def _has_offloaded(parameter: Tensor) -> bool:
     return parameter.dim() > 0 and parameter.numel() > 0
+
+
+def _brought_in(slot: Tensor, parameter: Tensor) -> Tensor:
+    """The state for a step: a copy on the parameter's device, or itself."""
+    return slot.to(parameter.device, copy=True) if _moves(slot, parameter) else slot
 
 
 def _moves(slot: Tensor, parameter: Tensor) -> bool:

@@ -118,8 +118,8 @@ class OptimizerOffload:
     Args:
         to: "disk": in a file that is mapped into memory and vanishes with the process; "host": in the host's memory.
         folder: for the file; by default the run folder, else the system's folder for temporary files.
-        part_bytes: how much state is brought in at a time, or that of the largest parameter, if that is more; by
-            default a thirty-second of the state, at most 64 MiB.
+        part_bytes: how much state is brought in at a time, at least that of 1,024 elements; by default a thirty-second
+            of the state, at most 64 MiB.
 
     Raises:
         ConfigurationError: `to` is neither, `part_bytes` is not a whole number of at least 1, or a folder is given for
