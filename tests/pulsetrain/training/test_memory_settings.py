@@ -106,14 +106,18 @@ def test_activations_elsewhere_or_computed_again_change_no_bit(name: str, memory
     assert same(state_of(found), state_of(wanted))
 
 
+class Noting(HostMemory):
+    """Notes the shapes that it is given."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.shapes.append(tuple(tensor.shape))
+        return super().pack(tensor)
+
+
 def test_the_forward_pass_and_the_loss_of_a_run_are_inside():
-    class Noting(HostMemory):
-        shapes: list[tuple[int, ...]] = []  # noqa: RUF012
-
-        def pack(self, tensor: Tensor) -> Tensor:
-            self.shapes.append(tuple(tensor.shape))
-            return super().pack(tensor)
-
     policy = Noting()
     run = trainer(
         {"max_iterations": 1, "activation_offload": ActivationOffload(min_bytes=0, policy=policy)},
@@ -213,11 +217,20 @@ def test_several_optimizers_in_turns(tmp_path: Path):
         config = TrainingConfig(max_epochs=2, seed=3, learning_rate=0.01, **memory)
         return Trainer(modules, loader(), strategy=InTurns(), config=config)
 
-    wanted = build()
-    found = build(optimizer_offload=offload("disk", tmp_path), activation_offload=ActivationOffload(min_bytes=0))
+    wanted, policy = build(), Noting()
+    found = build(
+        optimizer_offload=offload("disk", tmp_path), activation_offload=ActivationOffload(min_bytes=0, policy=policy)
+    )
     for run in (wanted, found):
         run.train()
     assert same(state_of(found), state_of(wanted))
+    assert (4, 8) in policy.shapes
+    assert all(each is slots[name] for slots, values in _kept(found) for name, each in values.items() if each.dim())
+
+
+def _kept(run: Any) -> list[tuple[Any, Any]]:
+    """Where each of several optimizers keeps the state of its parameters, and that state."""
+    return [(part._slots[each], part.state[each]) for part in run.optimizer.parts.values() for each in part.state]
 
 
 def test_a_loop_by_hand(tmp_path: Path):
