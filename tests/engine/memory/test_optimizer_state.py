@@ -1,62 +1,26 @@
-"""Optimizers whose state is elsewhere: the same weights, bit for bit, with little of the state in memory."""
+"""Optimizers whose state is elsewhere: the same weights, bit for bit."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks.harness.resident import resident_bytes, rss_of_mapping
 from pulsetrain.engine import OptimizerOffload
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.file_system import FileSystem
-from pulsetrain.engine.memory import optimizer_state, state_memory
+from pulsetrain.engine.memory import optimizer_state
 from pulsetrain.engine.memory.optimizer_state import ELEMENTWISE, offload_optimizer
 from pulsetrain.engine.optimizers import NamedOptimizers, create_optimizer
 from pulsetrain.engine.step.precision import Precision
+from tests.support.offloaded import HOST, learn, network, same_state, to_disk
 
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
-
-
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, seed: int = 1) -> list[Tensor]:
-    torch.manual_seed(seed)
-    for _ in range(steps):
-        model(torch.randn(8, 33)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [each.detach().clone() for each in model.parameters()]
-
-
-def same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Whether the state dicts hold the same bits."""
-    first, second = one.state_dict(), other.state_dict()
-    assert first["param_groups"] == second["param_groups"]
-    assert first["state"].keys() == second["state"].keys()
-    for index, values in first["state"].items():
-        assert list(values) == list(second["state"][index])
-        if not all(torch.equal(torch.as_tensor(each), second["state"][index][name]) for name, each in values.items()):
-            return False
-    return True
-
-
-def to_disk(folder: Path, **options: Any) -> OptimizerOffload:
-    return OptimizerOffload(**{"folder": str(folder), "part_bytes": 1000, **options})
-
-
-HOST = OptimizerOffload(to="host", part_bytes=1000)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "momentum": {"momentum": 0.9},
@@ -381,101 +345,6 @@ def test_a_closure_is_evaluated_once(tmp_path: Path):
     assert optimizer.step(closure) == calls[0]
     assert len(calls) == 1
     assert len(optimizer.state) == 4
-
-
-# ------------------------------------------------------------------------------------------------------------- on disk
-
-
-def wide() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(33, 128), *[nn.Linear(128, 128) for _ in range(24)], nn.Linear(128, 7))
-
-
-def lopsided() -> nn.Module:
-    """Nearly all weights are in one matrix, as in a small model of a large vocabulary."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(33, 60_000), nn.Linear(60_000, 1), nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("make", [wide, lopsided])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adam"])
-def test_less_than_10_percent_of_the_state_is_resident(name: str, make: Any, tmp_path: Path, monkeypatch):
-    model = make()
-    optimizer = create_optimizer(model, name, 0.01)
-    offload_optimizer(optimizer, OptimizerOffload(folder=str(tmp_path)))
-    slots = {id(each): each for values in optimizer._slots.values() for each in values.values()}
-    size, found = sum(each.nbytes for each in slots.values()), []
-    ((mapped, address),) = optimizer._memory._maps
-    assert size <= len(mapped) < 1.2 * size
-    release = state_memory.MappedState.release
-
-    def measured(memory: Any, parts: Any = None) -> None:  # when the most is in memory: before any of it is released
-        state = [each for values in optimizer.state.values() for each in values.values()]
-        found.append(resident_bytes(address, len(mapped)) + sum(each.nbytes for each in state if id(each) not in slots))
-        if len(found) == 40:
-            assert resident_bytes(address, len(mapped)) == rss_of_mapping(address) > 0
-        release(memory, parts)
-
-    monkeypatch.setattr(state_memory.MappedState, "release", measured)
-    learn(model, optimizer, steps=3)
-    assert len(found) > 3 * 20
-    assert 0 < max(found) < 0.1 * size
-    assert resident_bytes(address, len(mapped)) == 0
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert sum(float(each.sum()) for each in slots.values()) != 0  # as a checkpoint reads them
-    assert resident_bytes(address, len(mapped)) >= size
-    found.clear()
-    learn(model, optimizer, steps=1)
-    assert found[0] >= size > 0.1 * size > max(found[1:])
-
-
-def test_the_folder_shows_nothing_and_has_the_room_reserved(tmp_path: Path, monkeypatch):
-    reserved = []
-    real = state_memory.os.posix_fallocate
-    monkeypatch.setattr(state_memory.os, "posix_fallocate", lambda *given: (reserved.append(given[2]), real(*given)))
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
-    offload_optimizer(optimizer, to_disk(tmp_path / "new" / "folder"))
-    learn(model, optimizer)
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
-    assert sum(reserved) >= sum(each.nbytes for each in model.parameters()) * 2
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Files may not grow beyond that, as on a disk that is full."""
-    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
-
-
-def test_a_full_disk_is_refused_and_the_optimizer_left_as_it_was(tmp_path: Path):
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
-    rule = r"OptimizerOffload\(folder='.*'\): no room there for 1 MiB of optimizer state: File too large; make room"
-    with largest_file(8192), pytest.raises(ConfigurationError, match=rule):
-        offload_optimizer(optimizer, to_disk(tmp_path))
-    assert type(optimizer) is torch.optim.AdamW
-    learn(model, optimizer)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    optimizer = torch.optim.AdamW(network().parameters())
-    with pytest.raises(ConfigurationError, match=r"no room there .*: File exists; make room, or choose another folder"):
-        offload_optimizer(optimizer, to_disk(tmp_path / "file"))
-
-
-def test_a_folder_in_memory_is_reported(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(state_memory, "file_system_of", lambda path: FileSystem("tmpfs"))
-    with structlog.testing.capture_logs() as logs:
-        offload_optimizer(torch.optim.AdamW(network().parameters()), to_disk(tmp_path))
-    assert [each["event"] for each in logs] == [
-        "the folder for the optimizer's state is in memory (tmpfs), so nothing is saved; choose one on a disk"
-    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
