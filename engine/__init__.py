@@ -146,6 +146,18 @@ if TYPE_CHECKING:
     from pulsetrain.engine.step.backend import (
         ModelStore as ModelStore,
     )
+    from pulsetrain.engine.step.memory_settings import (
+        ActivationCheckpointing as ActivationCheckpointing,
+    )
+    from pulsetrain.engine.step.memory_settings import (
+        ActivationOffload as ActivationOffload,
+    )
+    from pulsetrain.engine.step.memory_settings import (
+        OffloadPolicy as OffloadPolicy,
+    )
+    from pulsetrain.engine.step.memory_settings import (
+        OptimizerOffload as OptimizerOffload,
+    )
     from pulsetrain.engine.step.protocols import (
         AlternatingStrategy as AlternatingStrategy,
     )
@@ -224,6 +236,9 @@ else:  # which type checkers do not see: to them, an unknown name is an error
             "pulsetrain.engine.events.subscription": ("FIRST", "LAST", "OnError", "Order", "Phase", "Subscription"),
             "pulsetrain.engine.step.accumulation": ("Accumulate",),
             "pulsetrain.engine.step.backend": ("Backend", "ModelStore"),
+            "pulsetrain.engine.step.memory_settings": (
+                "ActivationCheckpointing", "ActivationOffload", "OffloadPolicy", "OptimizerOffload"
+            ),
             "pulsetrain.engine.step.protocols": (
                 "AlternatingStrategy", "BackendSettings", "GradientInfo", "ModelState", "Optimizer", "TrainingBatch",
                 "TrainingResult", "TrainingStrategy"

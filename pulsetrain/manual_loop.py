@@ -21,7 +21,12 @@ from pulsetrain.training.stepper import rates_of
 
 __all__ = ["Loop"]
 
-_OF_THE_STEP = ("clip_grad_norm", "clip_grad_value", "precision")  # settings that the body decides
+_OF_THE_STEP = (
+    "clip_grad_norm",
+    "clip_grad_value",
+    "precision",
+    "activation_offload",
+)  # settings that the body decides
 
 
 class Loop(Trainer):

@@ -29,8 +29,10 @@ from pulsetrain.engine.distributed.reduction import start_alike
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.memory.optimizer_state import ELEMENTWISE, offload_optimizer
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -46,12 +48,6 @@ from pulsetrain.engine.step.protocols import (
 
 __all__ = ["TorchBackend", "find_device"]
 
-# optimizers whose steps use each element of weights and gradients by itself
-_ELEMENTWISE = (
-    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam,
-    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD,
-)  # fmt: skip
-
 
 class TorchBackend(TorchComputation, InPlaceBackend):
     """nn.Module and torch.optim on one device.
@@ -65,7 +61,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         gradient_scale: the first factor by which fp16 multiplies gradients, so that small ones do not vanish.
         compile: run the model through torch.compile.
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass instead
-            of kept, as "blocks.*"; None leaves it to the configuration.
+            of kept, as "blocks.*", or an ActivationCheckpointing; None leaves it to the configuration.
         topology: how several processes share the model out; by default each has a copy of it.
         tensor_plan: which layers `Topology(tensor=2)` splits, and how; by default the model's own plan.
         functional: compute with values, by torch.func.
@@ -90,7 +86,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         precision: str | None = None,
         gradient_scale: float = 65536.0,
         compile: bool = False,
-        activation_checkpointing: str | None = None,
+        activation_checkpointing: str | ActivationCheckpointing | None = None,
         topology: Topology | None = None,
         tensor_plan: TensorPlan | None = None,
         functional: bool = False,
@@ -141,6 +137,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)
+        if self.optimizer_offload is not None:
+            offload_optimizer(made, self.optimizer_offload)
         return InPlaceStore(self, module, made, wraps=self.topology.virtual is None)
 
     def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
@@ -174,8 +172,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         binds = isinstance(strategy, BindsModel) and not getattr(strategy, declared, False)
         if binds or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
-        if optimizer is not None and type(optimizer) not in _ELEMENTWISE:
+        if optimizer is not None and type(optimizer) not in ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
+        if self.optimizer_offload is not None:
+            refused["optimizer_offload"] = self.optimizer_offload
         if refused:
             raise ConfigurationError(
                 "is not known to work with a sharded model; choose another, or give each process the whole model",
@@ -250,7 +250,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         losses = iter(strategy.compute_losses(state.weights, batch))
         while True:
             try:
-                with self._autocast():  # not around the yield: the caller computes outside of it
+                with self.computing(state.weights):  # not around the yield: the caller computes outside of it
                     found = next(losses, None)
             except Exception as error:
                 explain(error, batch)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.ranks import DataRank, VirtualRanks, ranks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.engine.step.activations import recompute_activations
+from pulsetrain.engine.memory.activation_offload import offload_activations
+from pulsetrain.engine.memory.activations import recompute_activations
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
 from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, TrainingStrategy, Tree, describe
@@ -58,7 +61,7 @@ class TorchComputation:
         precision: str | None = None,
         gradient_scale: float = 65536.0,
         compile: bool = False,
-        activation_checkpointing: str | None = None,
+        activation_checkpointing: str | ActivationCheckpointing | None = None,
         topology: Topology | None = None,
         tensor_plan: TensorPlan | None = None,
         functional: bool = False,
@@ -93,7 +96,17 @@ class TorchComputation:
         self.compile = self.requested_compile or settings.compile
         self.activation_checkpointing = self.requested_checkpointing or settings.activation_checkpointing
         self.clip_norm, self.clip_value = settings.clip_grad_norm, settings.clip_grad_value
-        self._plain = self.precision.dtype is None  # no autocast around the forward pass
+        self.activation_offload, self.optimizer_offload = settings.activation_offload, settings.optimizer_offload
+        if self.compile and self.activation_offload is not None:
+            raise ConfigurationError(
+                "torch.compile decides itself what is kept for the backward pass; leave one of the two out",
+                "TrainingConfig",
+                activation_offload=self.activation_offload,
+                compile=True,
+            )
+        self._plain = (
+            self.precision.dtype is None and self.activation_offload is None
+        )  # the forward pass has no context
         self._moves = self.device.type != "cpu"
 
     def release(self) -> None:
@@ -152,6 +165,16 @@ class TorchComputation:
             return prepare_shares(batch, lambda share: self.prepare_batch(share, strategy), self.device)
         return not_empty(strategy.prepare_batch(moved(batch, self.device) if self._moves else batch))
 
+    @contextmanager
+    def computing(self, model: Tree) -> Iterator[None]:
+        """Around the forward pass and the loss: autocast, and activations are moved if asked for."""
+        if self.activation_offload is None:
+            with self._autocast():
+                yield
+            return
+        with self._autocast(), offload_activations(model, self.activation_offload):
+            yield
+
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
         """The model's outputs for the batch."""
         return call(model, batch.inputs)
@@ -162,7 +185,7 @@ class TorchComputation:
             if self._plain:
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
-            with self._autocast():
+            with self.computing(model):
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
         except Exception as error:

@@ -186,7 +186,8 @@ def _backend(config: Mapping[str, Any]) -> Any:
 def with_run_folder(training: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """A copy of the training section, with the run folder where a setting needs it."""
     settings = deepcopy(dict(training))  # some are changed in place when their objects are made
-    if settings.get("save_every_n_epochs") is not None and settings.get("run_dir") is None:
+    needs = any(settings.get(name) is not None for name in ("save_every_n_epochs", "optimizer_offload"))
+    if needs and settings.get("run_dir") is None:
         settings["run_dir"] = folder
     return settings
 

@@ -75,6 +75,10 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
             "where: bytes in memory for each of 1,000 logs": 4_000.0,
         },
     ),
+    "memory_settings": (
+        ["--rounds", "1"],
+        {'selective, keep=["sdpa"]: activations kept, %': 40.0, "optimizer state on disk: resident, %": 10.0},
+    ),
     "overhead": (
         ["--iterations", "2000", "--rounds", "1"],
         {"no handlers": 16.0, "10 handlers": 10.0, "10 handlers, every=100": 50.0},
