@@ -17,6 +17,12 @@ if TYPE_CHECKING:
         JaxBackend as JaxBackend,
     )
     from pulsetrain.engine.backends import (
+        MegatronBackend as MegatronBackend,
+    )
+    from pulsetrain.engine.backends import (
+        MegatronGPT as MegatronGPT,
+    )
+    from pulsetrain.engine.backends import (
         TorchBackend as TorchBackend,
     )
     from pulsetrain.engine.backends.core import TrainerCore as TrainerCore
@@ -192,7 +198,9 @@ else:  # which type checkers do not see: to them, an unknown name is an error
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "pulsetrain.engine.backends": ("FunctionalBackend", "JaxBackend", "TorchBackend"),
+            "pulsetrain.engine.backends": (
+                "FunctionalBackend", "JaxBackend", "MegatronBackend", "MegatronGPT", "TorchBackend"
+            ),
             "pulsetrain.engine.backends.core": ("TrainerCore",),
             "pulsetrain.engine.distributed.topology": ("Topology",),
             "pulsetrain.engine.errors": (

@@ -142,7 +142,8 @@ class Trainer(RunView):
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.backend: Backend = backend or TorchBackend()
         wraps = self.wraps_model and isinstance(self.backend, TorchBackend)
-        check_shared("Trainer", model, train_loader, wraps=wraps, shares=self.backend.data_rank.count)
+        whole = {} if self.backend.builds_model else model
+        check_shared("Trainer", whole, train_loader, wraps=wraps, shares=self.backend.data_rank.count)
         virtual = self.backend.virtual_ranks
         if virtual is not None:
             check_virtual(train_loader, virtual.total)

@@ -12,7 +12,10 @@ from datetime import timedelta
 from itertools import islice
 
 import torch.distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # part of torch's documented interface
+from torch.distributed import (  # type: ignore[attr-defined]  # part of torch's documented interface
+    HashStore,
+    TCPStore,
+)
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pulsetrain.engine.distributed.collectives import PATIENCE, ControlGroup
@@ -21,7 +24,7 @@ from pulsetrain.engine.distributed.ranks import Ranks, ranks
 from pulsetrain.engine.distributed.replicas import differ, digest
 from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 
-__all__ = ["busy", "check_alike", "join", "leave"]
+__all__ = ["busy", "check_alike", "join", "join_alone", "leave"]
 
 TIMEOUT = 60.0  # seconds
 _EAGER = 256  # processes up to which each connects to each other one: in two groups, that takes 520 open files
@@ -69,6 +72,15 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
         shared = PrefixStore(f"pulsetrain-{start}", _store_beside(found, timeout) if store is None else store)
         _joined = group, ControlGroup(found, gloo, shared, timeout, host=None if _has_launcher() else 0)
     return _joined[1]
+
+
+def join_alone() -> None:
+    """Make torch's default group of this process, if there is none: for libraries that ask it for groups of one."""
+    global _made_default
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        _made_default = True
+        atexit.register(leave)
 
 
 @contextmanager

@@ -55,6 +55,9 @@ class Backend(Protocol):
     skips_updates: bool = False
     """Whether an update may be skipped on the device (an fp16 overflow), so that `skipped_updates` has to be asked."""
 
+    builds_model: bool = False
+    """Whether the model is a description, of which `make_store` makes what each process holds."""
+
     device: torch.device
     """The device of the tensors that `to_torch` returns."""
 

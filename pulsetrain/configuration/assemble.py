@@ -33,7 +33,12 @@ STRATEGIES: dict[str, Factory] = {
     **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
     **shipped_strategies.STRATEGIES,
 }
-BACKENDS: dict[str, Factory] = {"TorchBackend": TorchBackend, "JaxBackend": JaxBackend, **backends.BACKENDS}
+BACKENDS: dict[str, Factory] = {
+    "TorchBackend": TorchBackend,
+    "JaxBackend": JaxBackend,
+    "MegatronBackend": backends.MegatronBackend,
+    **backends.BACKENDS,
+}
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,9 @@ class DataCursor:
         """What the ranks know of a pass that begins or continues, if they may get other numbers of batches."""
         self.agreed, self._agreed_over = None, loader
         if self._control is not None and self._control.is_shared and length_of(loader) is None:
-            self.agreed = AgreedPass(self._control, self._same_number)
+            hold_parts = self.rank.count < ranks().world_size
+            alike = "those that hold one copy of the model have to get the same batches" if hold_parts else ""
+            self.agreed = AgreedPass(self._control, self._same_number or alike)
         return self.agreed
 
     def _iterate(self, loader: Iterable[object], at_position: Callable[[], None] | None = None) -> Iterator[object]:

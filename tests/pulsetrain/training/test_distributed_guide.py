@@ -26,8 +26,13 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
 
 
+def the_python_with(word: str) -> str:
+    (code,) = [each for each in blocks("python") if word in each]
+    return code
+
+
 def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_processes_differ():
-    sharding, _, stopping = blocks("python")
+    sharding, stopping = the_python_with("Topology(shard=2)"), the_python_with("RANKS_DIVERGED")
 
     def body(rank: int) -> Any:
         names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
@@ -50,13 +55,14 @@ def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_
 
 
 def test_the_yaml_about_several_processes_describes_a_topology():
-    sharding, virtual = (Topology(**yaml.safe_load(block)["parallel"]) for block in blocks("yaml"))
+    found = [yaml.safe_load(block) for block in blocks("yaml")]
+    sharding, virtual = (Topology(**each["parallel"]) for each in found if "parallel" in each)
     assert sharding.sizes(4) == (2, 2)
     assert (virtual.virtual, virtual.sizes(4)) == (4, (4, 1))
 
 
 def test_the_python_about_virtual_ranks_gives_two_processes_the_bits_of_one():
-    _, code, _ = blocks("python")
+    code = the_python_with("virtual")
 
     def body(rank: int) -> Any:
         names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
