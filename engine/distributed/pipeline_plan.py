@@ -173,13 +173,10 @@ def _path(model: nn.Module) -> str | None:
                 "needs the path of the list of layers, as 'blocks'", type(model).__name__, pipeline_plan=given
             )
         return given
-    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
-    base = getattr(model, "base_model_prefix", "")
-    for name in plan or ():
-        for prefix in ([f"{base}."] if hasattr(model, base or " ") else []) + [""]:
-            if isinstance(dict(model.named_modules()).get(prefix + name), nn.ModuleList):
-                return f"{prefix}{name}"
-    return None
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or ()
+    base, modules = getattr(model, "base_model_prefix", ""), dict(model.named_modules())
+    names = [f"{prefix}{name}" for name in plan for prefix in (f"{base}.", "")]
+    return next((name for name in names if isinstance(modules.get(name), nn.ModuleList)), None)
 
 
 def _lists(model: nn.Module) -> Iterator[str]:
