@@ -115,7 +115,7 @@ def find_plan(model: nn.Module, path: str | None = None) -> PipelinePlan:
 
 
 def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> None:
-    """Refuse a model with a part without parameters, a parameter that two processes would have, or BatchNorm.
+    """Refuse a model with a part without parameters, a parameter of two processes or without values, or BatchNorm.
 
     Args:
         model: the whole model.
@@ -144,6 +144,14 @@ def check_parts(model: nn.Module, parts: Mapping[str, int], processes: int) -> N
                     _PLACE,
                     pipeline=processes,
                 )
+    empty = [name for name, each in model.named_parameters() if each.is_meta]
+    if empty:
+        raise ConfigurationError(
+            f"{empty[0]} is on the meta device, without values; make the model on the CPU, from where each process "
+            "takes its layers",
+            _PLACE,
+            pipeline=processes,
+        )
     filled = {part for part, _ in held.values()}
     for idle in dict.fromkeys(part for part in parts.values() if part not in filled):
         names = [module for module, part in parts.items() if part == idle]
@@ -165,13 +173,10 @@ def _path(model: nn.Module) -> str | None:
                 "needs the path of the list of layers, as 'blocks'", type(model).__name__, pipeline_plan=given
             )
         return given
-    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
-    base = getattr(model, "base_model_prefix", "")
-    for name in plan or ():
-        for prefix in ([f"{base}."] if hasattr(model, base or " ") else []) + [""]:
-            if isinstance(dict(model.named_modules()).get(prefix + name), nn.ModuleList):
-                return f"{prefix}{name}"
-    return None
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or ()
+    base, modules = getattr(model, "base_model_prefix", ""), dict(model.named_modules())
+    names = [f"{prefix}{name}" for name in plan for prefix in (f"{base}.", "")]
+    return next((name for name in names if isinstance(modules.get(name), nn.ModuleList)), None)
 
 
 def _lists(model: nn.Module) -> Iterator[str]:

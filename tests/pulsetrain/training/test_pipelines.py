@@ -367,6 +367,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1)), {},
         "1 is a BatchNorm",
     ),
+    "a model without values": (
+        lambda: nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 1)), {}, "0.weight is on the meta device",
+    ),
     "a model without a plan": (lambda: nn.Bilinear(4, 4, 1), {}, "pipeline_plan = 'blocks'"),
     "a path that is not there": (lambda: Skipping(), {"blocks": "layers"}, "there are: 'blocks'"),
     "a parameter beside the layers": (Direct, {}, "scale is a parameter of Direct itself"),
