@@ -7,7 +7,8 @@ by turns: a round is a run of ITERATIONS iterations of each, of which the first 
 shares each global batch out, averages the gradients by DistributedDataParallel, and adds its losses up every LOG
 iterations. A figure is the median over the rounds of the ratio of both in the same round. "Nothing computed" is a model
 of one number, whose samples all count alike. The losses of the GPT are means over bytes, which the processes have to
-add up for each batch; that overlaps with the computation.
+add up for each batch; that overlaps with the computation. "Virtual ranks" is the trainer with a virtual rank a process,
+whose results have the same bits as in one process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.harness.results import Row, make_parser, ratios, report
 from examples.byte_lm.model import ByteGPT
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import Events, SupervisedStrategy
+from pulsetrain.engine import Events, SupervisedStrategy, Topology, TorchBackend
 
 WORLD, WARM, LOG = 2, 10, 10
 BATCH, CONTEXT, RATE = 16, 128, 1e-3
@@ -114,7 +115,7 @@ def by_hand(task: str, iterations: int, rank: int) -> float:
     return (time.perf_counter() - begun) / (iterations - WARM)
 
 
-def ours(task: str, iterations: int, rank: int) -> float:
+def ours(task: str, iterations: int, rank: int, topology: Topology | None = None) -> float:
     """The same by the Trainer."""
     make, data, loss_of = TASKS[task]
     torch.manual_seed(0)
@@ -124,6 +125,7 @@ def ours(task: str, iterations: int, rank: int) -> float:
         DataLoader(data(iterations * BATCH), BATCH),
         strategy=SupervisedStrategy(loss_of),
         optimizer=torch.optim.SGD(model.parameters(), RATE, momentum=0.9),
+        backend=TorchBackend(topology=topology),
         config=TrainingConfig(
             max_iterations=iterations, log_every_n_steps=LOG, schedule=None, seed=0, device="cpu", progress=False
         ),
@@ -136,7 +138,12 @@ def ours(task: str, iterations: int, rank: int) -> float:
     return (times[1] - times[0]) / (iterations - WARM)
 
 
-CONTESTANTS = {"hand-written": by_hand, "ours": ours}
+def virtual(task: str, iterations: int, rank: int) -> float:
+    """The Trainer with virtual ranks."""
+    return ours(task, iterations, rank, Topology(virtual=WORLD, reduction="tree"))
+
+
+CONTESTANTS = {"hand-written": by_hand, "ours": ours, "virtual ranks": virtual}
 
 
 def measure_rank(rank: int, port: int, tasks: dict[str, int], rounds: int, connection: Connection) -> None:
@@ -202,6 +209,14 @@ def main() -> int:
                     bound=BOUND if task == "GPT" else None,
                     also={"ms": medians["ours"]},
                     **ratios(found["ours"], found["hand-written"]),
+                )
+            )
+            made.append(
+                Row(
+                    name=f"{task}: virtual ranks / hand-written",
+                    kind="ratio",
+                    also={"ms": medians["virtual ranks"]},
+                    **ratios(found["virtual ranks"], found["hand-written"]),
                 )
             )
         return made, []

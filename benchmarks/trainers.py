@@ -46,6 +46,7 @@ from pulsetrain.engine import Every, SupervisedStrategy
 from pulsetrain.engine.schedules import Cosine
 
 MEASURED = 1_000  # iterations
+PAIRS = 20  # of runs with and without the progress line
 BATCHES = 100  # in an epoch
 # microseconds that may be added: the bound and the goal
 FULL_SET, COMPUTES_NOTHING = (85.0, 20.0), (14.0, 4.0)
@@ -199,12 +200,24 @@ def step_of(name: str, batches: list[Batch], iterations: int) -> float:
     return (last - first) / iterations * 1e6
 
 
+def some_batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(BATCHES)]
+
+
+def progress_line(iterations: int) -> list[float]:
+    """What the default progress line adds, in microseconds, of each of many pairs: it is less than a round's noise."""
+    batches, found = some_batches(), []
+    for number in range(PAIRS):
+        both = ["ours", PROGRESS] if number % 2 else [PROGRESS, "ours"]
+        steps = {name: step_of(name, batches, iterations) for name in both}
+        found.append(steps[PROGRESS] - steps["ours"])
+    return found
+
+
 def measure(names: list[str], rounds: int, iterations: int) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The microseconds of each contestant in each round, and why the others are absent."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        (torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(BATCHES)
-    ]
+    batches = some_batches()
     found: dict[str, list[float]] = {name: [] for name in names}
     absent: dict[str, str] = {}
     for number in range(rounds + 1):  # the first warms up
@@ -222,8 +235,13 @@ def measure(names: list[str], rounds: int, iterations: int) -> tuple[dict[str, l
     return found, absent
 
 
-def summary(found: dict[str, list[float]]) -> list[Row]:
-    """What each contestant adds to the bare loop's step, and how ours compare with the others."""
+def summary(found: dict[str, list[float]], line: list[float] | None = None) -> list[Row]:
+    """What each contestant adds to the bare loop's step, and how ours compare with the others.
+
+    Args:
+        found: steps of each contestant, in microseconds, of each round.
+        line: what the default progress line adds; by default, by the rounds.
+    """
     rows, medians = [], dict[str, float]()
     for name, steps in found.items():
         bases = found[BASES.get(name, BARE)]
@@ -242,7 +260,7 @@ def summary(found: dict[str, list[float]]) -> list[Row]:
             )
         )
     if {PROGRESS, "ours"} <= medians.keys():
-        differences = [shown - silent for shown, silent in zip(found[PROGRESS], found["ours"], strict=True)]
+        differences = line or [a - b for a, b in zip(found[PROGRESS], found["ours"], strict=True)]
         rows.append(
             Row(
                 name="the default progress line",
@@ -274,7 +292,8 @@ def main() -> int:
     def rows() -> tuple[list[Row], list[str]]:
         names = [name for name in CONTESTANTS if name in bases or name in options.only]
         found, absent = measure(names, options.rounds, options.iterations)
-        return summary(found), [f"{name}: absent: {why}" for name, why in absent.items()]
+        line = progress_line(options.iterations) if {PROGRESS, "ours"} <= found.keys() else None
+        return summary(found, line), [f"{name}: absent: {why}" for name, why in absent.items()]
 
     return report(options, "added to a step of a linear model, us", rows)
 

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
         JaxBackend as JaxBackend,
     )
     from pulsetrain.engine.backends import (
+        MegatronBackend as MegatronBackend,
+    )
+    from pulsetrain.engine.backends import (
+        MegatronGPT as MegatronGPT,
+    )
+    from pulsetrain.engine.backends import (
         TorchBackend as TorchBackend,
     )
     from pulsetrain.engine.backends.core import TrainerCore as TrainerCore
@@ -141,6 +147,18 @@ if TYPE_CHECKING:
     from pulsetrain.engine.step.backend import (
         ModelStore as ModelStore,
     )
+    from pulsetrain.engine.step.memory_settings import (
+        ActivationCheckpointing as ActivationCheckpointing,
+    )
+    from pulsetrain.engine.step.memory_settings import (
+        ActivationOffload as ActivationOffload,
+    )
+    from pulsetrain.engine.step.memory_settings import (
+        OffloadPolicy as OffloadPolicy,
+    )
+    from pulsetrain.engine.step.memory_settings import (
+        OptimizerOffload as OptimizerOffload,
+    )
     from pulsetrain.engine.step.protocols import (
         AlternatingStrategy as AlternatingStrategy,
     )
@@ -193,7 +211,9 @@ else:  # which type checkers do not see: to them, an unknown name is an error
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "pulsetrain.engine.backends": ("FunctionalBackend", "JaxBackend", "TorchBackend"),
+            "pulsetrain.engine.backends": (
+                "FunctionalBackend", "JaxBackend", "MegatronBackend", "MegatronGPT", "TorchBackend"
+            ),
             "pulsetrain.engine.backends.core": ("TrainerCore",),
             "pulsetrain.engine.distributed.pretrained": ("pretrained",),
             "pulsetrain.engine.distributed.topology": ("Topology",),
@@ -218,6 +238,9 @@ else:  # which type checkers do not see: to them, an unknown name is an error
             "pulsetrain.engine.events.subscription": ("FIRST", "LAST", "OnError", "Order", "Phase", "Subscription"),
             "pulsetrain.engine.step.accumulation": ("Accumulate",),
             "pulsetrain.engine.step.backend": ("Backend", "ModelStore"),
+            "pulsetrain.engine.step.memory_settings": (
+                "ActivationCheckpointing", "ActivationOffload", "OffloadPolicy", "OptimizerOffload"
+            ),
             "pulsetrain.engine.step.protocols": (
                 "AlternatingStrategy", "BackendSettings", "GradientInfo", "ModelState", "Optimizer", "TrainingBatch",
                 "TrainingResult", "TrainingStrategy"

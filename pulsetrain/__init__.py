@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Every as Every,
         GRPOStrategy as GRPOStrategy,
         JaxBackend as JaxBackend,
+        MegatronBackend as MegatronBackend,
         Phase as Phase,
         PPOStrategy as PPOStrategy,
         PretrainStrategy as PretrainStrategy,
@@ -43,8 +44,8 @@ else:  # which type checkers do not see: to them, an unknown name is an error
             "pulsetrain.config": ("TrainingConfig",),
             "pulsetrain.engine": (
                 "DPOStrategy", "Engine", "Event", "EventBus", "EventEnum", "Events", "Every", "GRPOStrategy",
-                "JaxBackend", "PPOStrategy", "Phase", "PretrainStrategy", "SFTStrategy", "SupervisedStrategy",
-                "TorchBackend",
+                "JaxBackend", "MegatronBackend", "PPOStrategy", "Phase", "PretrainStrategy", "SFTStrategy",
+                "SupervisedStrategy", "TorchBackend",
             ),
             "pulsetrain.engine.recording": ("EventLog", "Replay", "diff"),
             "pulsetrain.handlers": HANDLERS,

@@ -11,6 +11,7 @@ from pulsetrain.engine.argument_checks import check_bool, is_number, is_whole
 from pulsetrain.engine.data.rng import current_seed
 from pulsetrain.engine.distributed.ranks import agreed
 from pulsetrain.engine.errors import refused
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing, ActivationOffload, OptimizerOffload
 
 __all__ = ["TrainingConfig"]
 
@@ -76,13 +77,15 @@ class TrainingConfig:
         precision: fp32, bf16 or fp16 (autocast) ['fp32'].
         device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
-        activation_checkpointing: modules that recompute their activations in backward, as "blocks.*" [None].
+        activation_checkpointing: modules that recompute them: "blocks.*", or an ActivationCheckpointing [None].
+        activation_offload: "host" or an ActivationOffload: keeps activations there until the backward pass [None].
+        optimizer_offload: "host", "disk" or an OptimizerOffload: keeps the optimizer's state there [None].
         seed: seed of the data order and of all random numbers; None: torch's, as torch.manual_seed left it [None].
         skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
         progress: show a progress line, unless a ProgressBar or ConsoleLogger is among the handlers [True].
-        run_dir: the run folder, for save_every_n_epochs; the command line fills it in [None].
+        run_dir: the run folder, for save_every_n_epochs and optimizer_offload; the command line fills it in [None].
         save_every_n_epochs: adds a Checkpointer that saves into run_dir this often [None].
         early_stopping_patience: adds an EarlyStopping on val/loss that waits for this many validations [None].
 
@@ -109,7 +112,9 @@ class TrainingConfig:
     precision: str = "fp32"
     device: str = "auto"
     compile: bool = False
-    activation_checkpointing: str | None = None
+    activation_checkpointing: str | ActivationCheckpointing | None = None
+    activation_offload: str | ActivationOffload | None = None
+    optimizer_offload: str | OptimizerOffload | None = None
     seed: int | None = None
     skip_batches: Sequence[tuple[int, int]] = ()
     validate_every: Every | None = Every(epochs=1)  # noqa: RUF009  # it is frozen
@@ -141,7 +146,13 @@ class TrainingConfig:
         self._require("weight_decay", lambda value: is_number(value) and value >= 0, "a number, 0 or more")
         self._require("min_lr_ratio", lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
-        self._require("activation_checkpointing", lambda value: isinstance(value, str) and value, "a name or None")
+        self._require(
+            "activation_checkpointing",
+            lambda value: isinstance(value, ActivationCheckpointing) or (isinstance(value, str) and value),
+            "a name, an ActivationCheckpointing or None",
+        )
+        self._make("activation_offload", ActivationOffload, host=ActivationOffload())
+        self._make("optimizer_offload", OptimizerOffload, host=OptimizerOffload(to="host"), disk=OptimizerOffload())
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
         if self.no_decay is not None and "no_decay" in self.optimizer_options:
             raise refused(self, "is in optimizer_options as well; give one of the two", "no_decay")
@@ -179,6 +190,14 @@ class TrainingConfig:
             if getattr(self, name) != default:
                 rule = "has no effect where {schedule} leaves the rate as it is; leave it out, or choose a schedule"
                 raise refused(self, rule, name, "schedule")
+
+    def _make(self, name: str, kind: type, **shorthands: object) -> None:
+        """Replace a shorthand by what it means."""
+        value = getattr(self, name)
+        value = shorthands.get(value, value) if isinstance(value, str) else value
+        object.__setattr__(self, name, value)
+        names = " or ".join(map(repr, shorthands))
+        self._require(name, lambda value: isinstance(value, kind), f"{names}, or an {kind.__name__}")
 
     def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:  # any value, to be checked
         value = getattr(self, name)

@@ -21,7 +21,12 @@ from pulsetrain.training.stepper import rates_of
 
 __all__ = ["Loop"]
 
-_OF_THE_STEP = ("clip_grad_norm", "clip_grad_value", "precision")  # settings that the body decides
+_OF_THE_STEP = (
+    "clip_grad_norm",
+    "clip_grad_value",
+    "precision",
+    "activation_offload",
+)  # settings that the body decides
 
 
 class Loop(Trainer):
@@ -61,6 +66,9 @@ class Loop(Trainer):
 
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         super().__init__(model, *arguments, **options)
+        if self.backend.virtual_ranks is not None:
+            rule = "adds up the gradients of the Trainer's steps; a loop's body makes its own, so leave it out"
+            raise ConfigurationError(rule, "Loop", virtual=self.backend.virtual_ranks.total)
         if not isinstance(self.backend, InPlaceBackend):
             raise ConfigurationError(
                 "makes the updates itself, and a loop's body computes in place; use a Trainer, or TorchBackend()",

@@ -20,9 +20,10 @@ from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
+from pulsetrain.engine.data.virtual_loader import order_facts
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.pulse import SharedFlag
-from pulsetrain.engine.distributed.ranks import check_shared, is_sharded
+from pulsetrain.engine.distributed.ranks import check_shared, check_virtual, is_sharded
 from pulsetrain.engine.distributed.shards import resharded
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -141,7 +142,11 @@ class Trainer(RunView):
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.backend: Backend = backend or TorchBackend()
         wraps = self.wraps_model and isinstance(self.backend, TorchBackend)
-        check_shared("Trainer", model, train_loader, wraps=wraps, shares=self.backend.data_rank.count)
+        whole = {} if self.backend.builds_model else model
+        check_shared("Trainer", whole, train_loader, wraps=wraps, shares=self.backend.data_rank.count)
+        virtual = self.backend.virtual_ranks
+        if virtual is not None:
+            check_virtual(train_loader, virtual.total)
         self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
@@ -152,8 +157,10 @@ class Trainer(RunView):
             control=self.agreement.control,
             same_number="" if self.wraps_model else "the body of a Loop would count one that is repeated",
             rank=self.backend.data_rank,
+            virtual=virtual,
         )
-        self.agreement.check_alike(config, model, self.strategy, train_loader, self.backend.device)
+        order = order_facts(train_loader, self.seed) if virtual is not None and self.agreement.is_shared else {}
+        self.agreement.check_alike(config, model, self.strategy, train_loader, self.backend.device, order)
         with self.agreement.explained("giving the model to all processes"):
             self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
@@ -164,7 +171,7 @@ class Trainer(RunView):
             accumulate=config.accumulation,
             clip_grad_norm=config.clip_grad_norm,
             on_step=lambda batch, result: self.driver.on_step(batch, result),
-            ranks=RankShare(self.agreement.control, self.data) if self.agreement.is_shared else None,
+            ranks=RankShare(self.agreement.control, self.data) if self.agreement.is_shared and not virtual else None,
         )
         try:
             super().__init__(self.stepper, name=name, bus=bus)
@@ -180,8 +187,9 @@ class Trainer(RunView):
             source.attach(self)
         self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
-            self.stepper, metrics or {}, self.bus, trainer_name=self.name, control=self.agreement.control
-        )
+            self.stepper, metrics or {}, self.bus, trainer_name=self.name, control=self.agreement.control,
+            shares_out=virtual is None,
+        )  # fmt: skip
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
         self.evaluator.contexts.append(partial(resharded, self.model))
@@ -380,7 +388,9 @@ class Trainer(RunView):
             CheckpointError: it is damaged, or does not fit this trainer.
         """
         folder = resolve(path)
-        self.load_checkpoint_state(load_checkpoint(folder, in_pieces=IN_PIECES if is_sharded(self.model) else ()))
+        in_pieces = IN_PIECES if is_sharded(self.model) else ()
+        state = load_checkpoint(folder, in_pieces=in_pieces, checked=self.driver.has_checked(folder))
+        self.load_checkpoint_state(state)
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
     def load_checkpoint_state(self, state: Mapping[str, object]) -> None:

@@ -50,6 +50,8 @@ def verify(
 
     A run of several processes is repeated by as many: each of them calls this, as in `torchrun`, and compares its own
     log. All get the same result, which is true if every log was reproduced; `rank` is the process that differs first.
+    A run with virtual ranks may be repeated by any number of processes that divides theirs. If it is not the number
+    that has trained these iterations, the log of rank 0 is compared.
 
     >>> import torch
     >>> from pulsetrain import TrainingConfig
@@ -84,14 +86,17 @@ def verify(
         PeerFailed, Exception: of several processes, one has failed in the rerun.
     """
     folder = Path(run)
-    checkpoint = check_request(folder, from_iteration, to_iteration, ranks().world_size)
+    checkpoint, trained_by = check_request(folder, from_iteration, to_iteration, ranks().world_size)
     control = join()
-    rank, log = control.ranks.rank, _log_of(folder, control)
+    rank, count = control.ranks
+    alike = set(trained_by) == {count}
+    compares = alike or control.ranks.is_main
+    log = _log_of(folder, control) if alike else EventLog(folder, 0)
     if isinstance(log, str):
         first = step_of(checkpoint) if checkpoint is not None else 0
         return Verification(folder, first, first, 0, unseen=log)
     with tempfile.TemporaryDirectory(prefix="pulsetrain-verify-") as temporary:
-        rerun = Rerun(build_trainer, Path(temporary) / "rerun", checkpoint, folder)
+        rerun = Rerun(build_trainer, Path(temporary) / "rerun", checkpoint, folder, alike=alike)
         changed = _changed_at_start(log, rerun) if checkpoint is not None else ()
         engine = rerun.trainer.name
         ends = control.gather(_end_of(log, engine))
@@ -100,7 +105,8 @@ def verify(
             damage = tuple(each for end in ends for each in end.damage)
             return Verification(folder, rerun.start, rerun.start, 0, damage=damage, unseen=unseen)
         bound = last if control.is_shared else to_iteration
-        expected = ExpectedEvents(log.read(seq=(rerun.after + 1, None)), engine, bound, log.is_superseded)
+        recorded_events = log.read(seq=(rerun.after + 1, None)) if compares else iter(())
+        expected = ExpectedEvents(recorded_events, engine, bound, log.is_superseded)
         rerun.compare(expected, bound)
         check = rerun.check
         recorded, now = read_run_file(folder), run_facts(rerun.trainer)
@@ -110,14 +116,15 @@ def verify(
         found = Verification(
             *(folder, rerun.start, min(rerun.end, goal), check.agreed),
             changed=tuple(others),
-            not_compared=tuple(check.left_out),
+            not_compared=tuple(check.left_out) if alike else (),
             damage=damage,
+            compared="" if alike else _compared(trained_by, count),
             unseen=unseen,
         )
         divergence = check.divergence or (None if rerun.cut_short else _other_end(expected.end, rerun))
         repeats = None
         if any(control.gather(check.divergence is not None)):
-            second = Rerun(build_trainer, Path(temporary) / "second", checkpoint, folder)
+            second = Rerun(build_trainer, Path(temporary) / "second", checkpoint, folder, alike=alike)
             upto = -1 if check.divergence is None else check.divergence.ord
             before = (event for event in rerun.log().read() if 0 <= event.ord <= upto)
             second.compare(ExpectedEvents(before, engine))
@@ -125,7 +132,7 @@ def verify(
         if divergence is None:
             if rerun.cut_short:
                 unseen = f"iterations after {rerun.end} were not compared, since another process differs"
-            elif control.is_shared and not check.agreed:
+            elif control.is_shared and compares and not check.agreed:
                 unseen = "the log of this process holds no event that can be compared"
             elif check.next is None and rerun.end < goal:
                 unseen = f"iterations {rerun.end + 1} to {goal} were not compared"
@@ -135,7 +142,7 @@ def verify(
             steps, tensor = (tuple(tensors.agreed), tensors.difference) if tensors is not None else ((), None)
             missing = None if rerun.cut_short else check.next
             found = replace(found, missing=missing, checkpoints=steps, tensor=tensor, unseen=unseen)
-            return found.with_others(control)
+            return found.with_others(control) if alike else control.broadcast(found)
         evidence = Evidence(
             divergence,
             _next_fingerprints(log, rerun, divergence),
@@ -155,13 +162,16 @@ def verify(
             fingerprints = {name: then[name] == since.get(name) for name in then if name != "sharded"}
         causes = diagnose(evidence)
         found = replace(found, divergence=divergence, rows=rows, fingerprints=fingerprints, causes=causes)
-        return found.with_others(control)
+        return found.with_others(control) if alike else control.broadcast(found)
 
 
 def check_request(
     folder: Path, from_iteration: int | None, to_iteration: int | None, processes: int
-) -> Location | None:
-    """Refuse what cannot be verified, before anything is trained; returns the checkpoint to start from, if any.
+) -> tuple[Location | None, list[int]]:
+    """Refuse what cannot be verified, before anything is trained.
+
+    Returns:
+        The checkpoint to start from, if any, and the numbers of processes that have trained the iterations.
 
     Args:
         folder: the run folder.
@@ -182,8 +192,16 @@ def check_request(
     checkpoint = first_checkpoint(folder) if from_iteration in (None, 1) else nearest_checkpoint(folder, from_iteration)
     first = 1 if checkpoint is None else step_of(checkpoint) + 1
     last = to_iteration if to_iteration is not None or newest is None else newest.iteration
-    check_processes(folder, first, last, processes)
-    return checkpoint
+    return checkpoint, check_processes(folder, first, last, processes)
+
+
+def _compared(trained_by: Sequence[int], here: int) -> str:
+    """Which log is compared where other numbers of processes have trained a run than repeat it."""
+    numbers = " and then ".join(map(str, trained_by))
+    return (
+        f"the log of rank 0, without what depends on a process's shares (digests of batches); the run was trained by "
+        f"{numbers} process{'' if numbers == '1' else 'es'}, and repeated by {here}"
+    )
 
 
 def _log_of(folder: Path, control: ControlGroup) -> EventLog | str:

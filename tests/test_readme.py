@@ -57,6 +57,15 @@ def test_the_python_about_backends_runs_and_its_assertions_hold(code: str, tmp_p
     assert run(code, tmp_path) == []
 
 
+MEMORY = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", MEMORY, flags=re.DOTALL))
+def test_the_python_about_memory_runs_and_its_assertions_hold(code: str, tmp_path: Path):
+    assert run(code, tmp_path) == []
+
+
 WORKS = BACKENDS[BACKENDS.index("\n| | in place") :]
 
 

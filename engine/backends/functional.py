@@ -100,7 +100,7 @@ class FunctionalBackend(Trees, ValueBackend):
         name = type(self).__name__
         if self._serves:
             raise ConfigurationError(f"{name}: serves another trainer already; give each Trainer a backend of its own")
-        for setting in ("compile", "activation_checkpointing"):
+        for setting in ("compile", "activation_checkpointing", "activation_offload", "optimizer_offload"):
             if value := getattr(settings, setting):
                 raise ConfigurationError(f"not with {name}; leave it out", "TrainingConfig", **{setting: value})
         if settings.precision != "fp32":

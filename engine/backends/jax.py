@@ -13,12 +13,15 @@ from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.backends.functional import FunctionalBackend, no_rate
-from pulsetrain.engine.backends.jax_arrays import JaxArrays, find_jax_device
+from pulsetrain.engine.backends.jax_arrays import JaxArrays, find_jax_device, find_mesh_devices
+from pulsetrain.engine.backends.jax_mesh import DeviceMesh, OneDevice
 from pulsetrain.engine.backends.jax_models import JaxModel, read_model
+from pulsetrain.engine.backends.jax_sharding import ShardingRules
 from pulsetrain.engine.backends.optax import create_optax, jax_and_optax, learning_rate_of, with_learning_rate
 from pulsetrain.engine.backends.torch_computation import given
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of
 from pulsetrain.engine.environment import version_of
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.protocols import (
     BackendSettings,
@@ -35,7 +38,7 @@ __all__ = ["JaxBackend"]
 
 
 class JaxBackend(JaxArrays, FunctionalBackend):
-    """Plain functions, flax nnx and linen modules, and optax, on one device.
+    """Plain functions, flax nnx and linen modules, and optax, on one device or on several of one process.
 
     A program is compiled once for each shape of a batch, for training and for evaluation. `samples` and `tokens` of a
     TrainingBatch count as its shape, so a number that varies from batch to batch belongs in `weight`. Batches may hold
@@ -45,9 +48,15 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     Args:
         device: "auto", "cpu", "cuda" ("gpu"), "tpu", also with a number, as "cuda:1"; None leaves it to the
             configuration.
+        mesh: the sizes of the axes of a mesh of devices: "data", over which each batch is split, and "model". A batch
+            whose rows do not divide by "data" is computed by all devices, unless it is the first.
+        sharding: of a mesh, how parameters and their optimizer state are split over it: "replicated", "fsdp" (each is
+            split over "data"), or a mapping of patterns of paths, such as {"blocks/*/kernel": [None, "model"]}; see
+            `ShardingRules`. Flax's own metadata counts where no pattern matches.
 
     Raises:
-        ConfigurationError: jax or optax is not installed, or there is no such device.
+        ConfigurationError: jax or optax is not installed, there are no such devices, or the mesh and the sharding do
+            not fit each other.
 
     >>> import jax.numpy as jnp
     >>> from pulsetrain.engine import SupervisedStrategy, TrainerCore
@@ -59,25 +68,44 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     (4.0, (2, 1))
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(
+        self,
+        device: str | None = None,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        sharding: str | Mapping[str, Any] = "replicated",
+    ) -> None:
         super().__init__()
         self._jax, _ = jax_and_optax()
+        if mesh is None and sharding != "replicated":
+            raise ConfigurationError("needs a mesh, such as mesh={'data': 2}", "JaxBackend", sharding=sharding)
+        self._rules = None if mesh is None else ShardingRules(mesh, sharding)
         self.requested_device = device
         self.compiled = {"train": 0, "evaluate": 0, "gradients": 0, "finish": 0, "apply": 0}  # programs so far
         self._programs: dict[object, Callable[..., Tree]] = {}
         self._shapes: Any = None  # of the model's outputs: what is traced without being compiled
-        self._use(find_jax_device(self._jax, device or "auto"))
+        self._use(self._placement_on(device or "auto"))
+
+    def _placement_on(self, device: str) -> OneDevice:
+        if self._jax.process_count() > 1:
+            raise ConfigurationError(
+                f"JaxBackend: jax.distributed has joined {self._jax.process_count()} processes, and this backend uses "
+                "the devices of one; leave jax.distributed.initialize() out"
+            )
+        if self._rules is None:
+            return OneDevice(self._jax, find_jax_device(self._jax, device))
+        return DeviceMesh(self._jax, find_mesh_devices(self._jax, device, self._rules.axes), self._rules)
 
     def configure(self, settings: BackendSettings) -> None:
         super().configure(settings)
         self._programs.clear()  # they clip by the earlier settings
         device = settings.device if self.requested_device is None else self.requested_device
-        self._use(find_jax_device(self._jax, str(device)))
+        self._use(self._placement_on(str(device)))
 
     # ------------------------------------------------------------------------------------------ models and arrays
 
     def split(self, model: object) -> dict[str, Tree]:
-        """The weights of a flax module, or of a pair of code and weights, copied to the device."""
+        """The weights of a flax module, or of a pair of code and weights, copied to the device or the mesh."""
         self.model: JaxModel = read_model(model)
         self._programs.clear()  # they compute with the previous model
         self._shapes = None
@@ -95,12 +123,12 @@ class JaxBackend(JaxArrays, FunctionalBackend):
                     "keep integers out of the weights, in the function itself"
                 )
         # copies: the first step may reuse the memory of what it is given
-        return self._placed(self.map(self.copy_of, weights))  # type: ignore[no-any-return]
+        return self.placement.put_weights(self.map(self.copy_of, weights), self.model.annotated)  # type: ignore[no-any-return]
 
     def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
         state = super().init(model, optimizer, learning_rate)
         # on the device, as the next state will be: else the second step would be compiled again
-        return replace(state, optimizer=self._placed(state.optimizer))
+        return replace(state, optimizer=self.placement.put_optimizer(state.optimizer))
 
     def create_optimizer(
         self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
@@ -133,6 +161,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             "jax_x64": config.jax_enable_x64,
             "jax_matmul": config.jax_default_matmul_precision,
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
+            **self.placement.describe(),
         }
 
     def learning_rate(self, opt_state: Tree) -> float | None:
@@ -186,6 +215,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return strategy.compute_loss(outputs, batch), buffers
 
         (loss, buffers), gradients = jax.value_and_grad(compute, has_aux=True)(weights["parameters"])
+        gradients = self.placement.like_parameters(gradients)
         # what follows is computed as a separate program would: a receiver of GRADIENTS_READY changes no bit
         return jax.lax.optimization_barrier((loss, gradients, buffers))  # type: ignore[no-any-return]
 
@@ -194,9 +224,9 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         plain = super().norm
         # A loop's body is compiled separately. Fused with the gradients, XLA would add their squares up in a different
         # order, which a barrier does not prevent on a CPU: with clipping, a receiver of gradients would change bits.
-        filled = [leaf for leaf in self._jax.tree.leaves(gradients) if leaf.size]
+        smallest = min((leaf for leaf in self._jax.tree.leaves(gradients) if leaf.size), key=lambda leaf: leaf.size)
         # 1, but the compiler does not know: it would unroll
-        rounds = 1 + jnp.isinf(filled[0].ravel()[0] * 0).astype(int)
+        rounds = 1 + jnp.isinf(smallest.ravel()[0] * 0).astype(int)
         first = jnp.zeros((), self._jax.eval_shape(plain, gradients).dtype)
         return self._jax.lax.fori_loop(0, rounds, lambda _, norm: plain(gradients), first)
 
@@ -210,7 +240,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
                 self.compiled[kind] += 1  # while it is traced: a compiled program does not run this line
                 return function(*args)
 
-            self._programs[key] = self._jax.jit(counted, **options)
+            self._programs[key] = self._jax.jit(counted, **options, **self.placement.pinned(kind))
         return self._programs[key]
 
     def train_step(
@@ -218,7 +248,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     ) -> TrainingResult:
         rate, draw = rate_of(state), (step_of(state), 0)
         values = state.weights, batch, strategy, state.optimizer, rate, draw
-        weights, optimizer, loss, norm = self._run("train", self._trained, *values, donate=donate)
+        weights, optimizer, loss, norm = self._run("train", self._trained, *values, donate=donate, first=draw == (0, 0))
         return TrainingResult({"loss": loss, "grad_norm": norm}, next_state(state, weights, optimizer, rate))
 
     def _trained(
@@ -233,7 +263,8 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     def added_gradients(
         self, weights: Tree, batch: TrainingBatch, strategy: TrainingStrategy, draw: Tree, factor: Array, added: Tree
     ) -> Tree:
-        return self._run("gradients", super().added_gradients, weights, batch, strategy, draw, factor, added)
+        values = weights, batch, strategy, draw, factor, added
+        return self._run("gradients", super().added_gradients, *values, first=draw == (0, 0))
 
     def finished(self, gradients: Tree, factor: Array, measure: bool) -> tuple[Tree, Array]:
         if factor is None and not measure:
@@ -272,7 +303,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     def outputs(self, weights: Mapping[str, Tree], inputs: Tree) -> Tree:
         program = self._program("evaluate", self, self._outputs)
-        return self.to_torch(program(weights, self.to_arguments(inputs)))
+        return self.to_torch(program(weights, self.placement.put_batch(self.to_arguments(inputs))))
 
     def _run(
         self,
@@ -283,11 +314,13 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         strategy: TrainingStrategy,
         *others: Tree,
         donate: bool = False,
+        first: bool = False,
     ) -> Tree:
         """Call a function with these arguments, compiled; an error carries a note of what the batch held.
 
         Args:
             donate: the memory of the weights and of the next argument may be reused.
+            first: whether the batch is the first that is trained.
         """
         strategy = self._checked(weights, batch, strategy)
 
@@ -296,7 +329,8 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return function(weights, TrainingBatch(inputs, targets, *counts, weight), strategy, *others)
 
         program = self._program(kind, strategy, traced, static_argnums=0, donate_argnums=(2, 3) if donate else ())
-        arrays = batch.inputs, batch.targets, self.to_arguments(batch.weight)
+        inputs, targets = self.placement.put_batch((batch.inputs, batch.targets), first)
+        arrays = inputs, targets, self.to_arguments(batch.weight)
         try:
             return program((batch.samples, batch.tokens), arrays, weights, *others)
         except Exception as error:

@@ -1,8 +1,9 @@
-"""Jax arrays on one device: to torch tensors and back, and pytrees of them."""
+"""Jax arrays on one device or several: to torch tensors and back, and pytrees of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.backends.jax_mesh import OneDevice, leaf_paths
 from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.protocols import Tree
 
-__all__ = ["JaxArrays", "find_jax_device"]
+__all__ = ["JaxArrays", "find_jax_device", "find_mesh_devices"]
 
 _WIDE = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
 _IN_NUMPY = {
@@ -25,32 +27,28 @@ _IN_NUMPY = {
 
 
 class JaxArrays(Trees):
-    """Trees are jax's pytrees, of jax arrays on one device.
-
-    Args:
-        jax: the package.
-        device: one of its devices.
-    """
+    """Trees are jax's pytrees, of jax arrays on one device or on a mesh."""
 
     _jax: ModuleType
-    jax_device: Any
+    placement: OneDevice
+    jax_device: Any  # the first of several
 
-    def _use(self, device: Any) -> None:
-        self.jax_device = device
+    def _use(self, placement: OneDevice) -> None:
+        self.placement = placement
+        self.jax_device = device = placement.first
         on_gpu = device.platform == "gpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", device.local_hardware_id) if on_gpu else torch.device("cpu")
 
-    def _placed(self, tree: Tree) -> Tree:
-        return self._jax.device_put(tree, self.jax_device)
-
     def copy_of(self, leaf: Array) -> Array:
         # with an explicit dtype: a weak one (jax's of 0.5) would make jax compile again
-        return self._jax.numpy.array(leaf, dtype=self._jax.numpy.asarray(leaf).dtype)
+        copy = self._jax.numpy.array(leaf, dtype=self._jax.numpy.asarray(leaf).dtype)
+        return self.placement.put_like(copy, leaf) if self.owns(leaf) else copy
 
     def owns(self, leaf: Array) -> bool:
-        return isinstance(leaf, self._jax.Array) and leaf.devices() == {self.jax_device}
+        return isinstance(leaf, self._jax.Array) and leaf.devices() == self.placement.devices
 
     def memory(self) -> int | None:
+        """Bytes that the device holds, the first of a mesh; None if it does not report them."""
         found = self.jax_device.memory_stats()
         return None if found is None else int(found["bytes_in_use"])
 
@@ -59,21 +57,22 @@ class JaxArrays(Trees):
         return self.map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, self.to_torch(batch))
 
     def tensor_of(self, leaf: Array) -> Tree:
-        """One array as a torch tensor, by DLPack if both are on one device."""
+        """One array as a torch tensor, by DLPack if both are on one device; one that is split is gathered."""
         if isinstance(leaf, self._jax.Array):
             if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
                 leaf = self._jax.random.key_data(leaf)
+            leaf = self.placement.on_one_device(leaf)
             if self.device.type == "cpu" and self.jax_device.platform != "cpu":
                 leaf = self._jax.device_put(leaf, self._jax.devices("cpu")[0])
             return torch.utils.dlpack.from_dlpack(leaf)
         return super().tensor_of(leaf)
 
     def from_torch(self, tensor: Tensor) -> Array:
-        """One torch tensor as an array on the device."""
+        """One torch tensor as an array on the device, or on each of them."""
         # a copy: the program reads it after the call has returned, when a loader may have put the next batch there
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         array = self._jax.numpy.from_dlpack(copy)
-        return array if array.devices() == {self.jax_device} else self._jax.device_put(array, self.jax_device)
+        return array if array.devices() == self.placement.devices else self.placement.put(array)
 
     def to_arguments(self, value: Tree) -> Tree:
         """Tensors as numpy arrays: a compiled program converts them in a tenth of the time that a jax array takes."""
@@ -90,8 +89,8 @@ class JaxArrays(Trees):
         jax = self._jax
         if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
             data = self._array_of(saved)
-            return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)), self.jax_device)
-        return jax.device_put(jax.numpy.array(self._array_of(saved), dtype=like.dtype), self.jax_device)  # a copy
+            return self.placement.put_like(jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)), like)
+        return self.placement.put_like(jax.numpy.array(self._array_of(saved), dtype=like.dtype), like)  # a copy
 
     def _array_of(self, saved: Array) -> Array:
         return self._jax.numpy.from_dlpack(torch.as_tensor(saved).detach().cpu().contiguous())
@@ -103,9 +102,7 @@ class JaxArrays(Trees):
         return self._jax.tree.map(function, *trees)
 
     def paths(self, tree: Tree) -> dict[str, Array]:
-        keystr = self._jax.tree_util.keystr
-        pairs = self._jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
+        return leaf_paths(self._jax, tree)
 
     def rebuilt(self, like: Tree, leaves: list[Array]) -> Tree:
         return self._jax.tree.unflatten(self._jax.tree.structure(like), leaves)
@@ -127,3 +124,29 @@ def find_jax_device(jax: ModuleType, name: str) -> Any:
     except (RuntimeError, IndexError, ValueError):
         present = ", ".join(f"{each.platform}:{each.id}" for each in jax.devices())
         raise ConfigurationError(f"jax finds no such device here; it has {present}; or 'auto'", device=name) from None
+
+
+def find_mesh_devices(jax: ModuleType, name: str, axes: Mapping[str, int]) -> list[Any]:
+    """As many devices of that kind as the mesh has.
+
+    Raises:
+        ConfigurationError: there are fewer; the message says how a CPU counts as several.
+    """
+    devices: list[Any] = jax.devices(find_jax_device(jax, name).platform)
+    count = math.prod(axes.values())
+    if ":" in name:
+        raise ConfigurationError("a mesh uses the first devices of a kind; leave the number out", device=name)
+    if len(devices) < count:
+        kind = devices[0].platform
+        remedy = (
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} in the environment, or call "
+            f"jax.config.update('jax_num_cpu_devices', {count}) before jax is first used"
+            if kind == "cpu"
+            else "choose smaller sizes"
+        )
+        raise ConfigurationError(
+            f"needs {count} devices, and jax finds {len(devices)} of kind {kind!r}; {remedy}",
+            "JaxBackend",
+            mesh=dict(axes),
+        )
+    return devices[:count]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.backends.jax_mesh import leaf_paths
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.protocols import Tree
@@ -25,6 +26,7 @@ class JaxModel:
     buffers: Tree  # arrays that a forward pass may change: running statistics, keys and counts of random draws
     apply: Callable[..., tuple[Tree, Tree]]  # (parameters, buffers, inputs, training, key) -> (outputs, buffers)
     publish: Callable[[Tree], None] | None = None  # puts weights into the user's own object, if it holds any
+    annotated: Callable[[], Mapping[str, Sequence[object]]] = dict  # the axes of parameters, by path, in its metadata
 
 
 def read_model(model: object) -> JaxModel:
@@ -45,7 +47,7 @@ def read_model(model: object) -> JaxModel:
     if isinstance(model, (tuple, list)) and len(model) == 2:
         code, weights = model
         if linen is not None and isinstance(code, linen.Module):
-            return _of_linen(code, weights)
+            return _of_linen(linen, code, weights)
         if callable(code) and not isinstance(code, type):
             return _of_function(code, weights)
     raise TypeError(
@@ -72,17 +74,24 @@ def _of_nnx(nnx: ModuleType, model: object) -> JaxModel:
         nnx.update(model, weights["parameters"])
         nnx.update(model, weights["buffers"])
 
-    return JaxModel(nnx.to_pure_dict(parameters), nnx.to_pure_dict(rest), apply, publish)
+    def annotated() -> Mapping[str, Sequence[object]]:
+        return _axes_of(nnx.to_pure_dict(nnx.get_partition_spec(parameters)))
+
+    return JaxModel(nnx.to_pure_dict(parameters), nnx.to_pure_dict(rest), apply, publish, annotated)
 
 
-def _of_linen(module: Any, variables: Tree) -> JaxModel:
+def _of_linen(linen: ModuleType, module: Any, variables: Tree) -> JaxModel:
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise TypeError(
             f"JaxBackend: variables={_shown(variables)} of {type(module).__name__}: needs a mapping with 'params', as "
             "module.init(key, inputs) gives it"
         )
+    boxed, variables = variables, linen.unbox(variables)  # `with_partitioning` puts each array into a box
     mode = _mode_of(type(module).__call__)
     rest = {name: collection for name, collection in variables.items() if name != "params"}
+
+    def annotated() -> Mapping[str, Sequence[object]]:
+        return _axes_of(linen.get_partition_spec(boxed["params"]))
 
     def apply(parameters: Tree, buffers: Tree, inputs: Tree, training: bool, key: Array) -> tuple[Tree, Tree]:
         forward = partial(module.apply, {"params": parameters, **buffers}, **mode(training))
@@ -91,7 +100,7 @@ def _of_linen(module: Any, variables: Tree) -> JaxModel:
         outputs, changed = call(partial(forward, mutable=list(buffers), rngs={"dropout": key}), inputs)
         return outputs, {**buffers, **changed}
 
-    return JaxModel(variables["params"], rest, apply)
+    return JaxModel(variables["params"], rest, apply, annotated=annotated)
 
 
 def _of_function(function: Callable[..., Tree], weights: Tree) -> JaxModel:
@@ -103,6 +112,15 @@ def _of_function(function: Callable[..., Tree], weights: Tree) -> JaxModel:
         return call(partial(function, parameters, **keywords), inputs), buffers
 
     return JaxModel(weights, {}, apply)
+
+
+def _axes_of(specs: Tree) -> dict[str, tuple[object, ...]]:
+    """The axes of each parameter's dimensions, by its path, from a tree of `jax.sharding.PartitionSpec`."""
+    import jax
+
+    kind = jax.sharding.PartitionSpec
+    leaves = leaf_paths(jax, specs, is_leaf=lambda each: isinstance(each, kind))
+    return {path: tuple(spec) for path, spec in leaves.items() if isinstance(spec, kind) and tuple(spec)}
 
 
 def _mode_of(function: Callable[..., object]) -> Callable[[bool], dict[str, bool]]:

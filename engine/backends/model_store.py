@@ -37,13 +37,16 @@ class InPlaceStore(ModelStore):
         backend: computes with them.
         module: on its device. If several processes train it, steps call a wrapper that averages its gradients.
         optimizer: over its parameters.
+        wraps: whether there is such a wrapper; not if the backend adds the gradients up itself.
     """
 
     waiting: GradientInfo | None = None  # gradients wait in the parameters
 
-    def __init__(self, backend: InPlaceBackend, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, backend: InPlaceBackend, module: nn.Module, optimizer: torch.optim.Optimizer, *, wraps: bool = True
+    ) -> None:
         self.backend, self.module, self.optimizer = backend, module, optimizer
-        self._parallel = DataParallelModule(module)
+        self._parallel = DataParallelModule(module, wraps=wraps)
         self.state: ModelState = backend.init(self._parallel.called, optimizer)
         self._evaluated = backend.init(without_wrapper(module), optimizer)
         self._parts = {name: backend.init(module, part) for name, part in parts_of(optimizer).items()}
@@ -68,7 +71,8 @@ class InPlaceStore(ModelStore):
     def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
         def put_back() -> None:
             for name, parameter in self.module.named_parameters():
-                found = sharded_like(saved[name], parameter) if name in saved else None
+                here = name in saved and not parameter.is_meta
+                found = sharded_like(saved[name], parameter) if here else None
                 parameter.grad = None if found is None else found.to(parameter.device)
 
         return put_back

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.backends.micro_batches import MicroBatches, split
 from pulsetrain.engine.backends.model_store import InPlaceStore
-from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
+from pulsetrain.engine.backends.pipeline import Pipeline
+from pulsetrain.engine.backends.torch_computation import (
+    TorchComputation,
+    explain,
+    find_device,
+    moved,
+    no_gradient,
+    not_empty,
+)
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
+from pulsetrain.engine.backends.virtual_shares import GlobalBatch, check_virtual_model, reduce_shares
 from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.pretrained import fill
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.distributed.reduction import start_alike
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.memory.optimizer_state import ELEMENTWISE, offload_optimizer
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -30,15 +44,10 @@ from pulsetrain.engine.step.protocols import (
     TrainingBatch,
     TrainingResult,
     TrainingStrategy,
+    Tree,
 )
 
 __all__ = ["TorchBackend", "find_device"]
-
-# optimizers whose steps use each element of weights and gradients by itself
-_ELEMENTWISE = (
-    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam,
-    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD,
-)  # fmt: skip
 
 
 class TorchBackend(TorchComputation, InPlaceBackend):
@@ -53,7 +62,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         gradient_scale: the first factor by which fp16 multiplies gradients, so that small ones do not vanish.
         compile: run the model through torch.compile.
         activation_checkpointing: names of the modules whose activations are computed again in the backward pass instead
-            of kept, as "blocks.*"; None leaves it to the configuration.
+            of kept, as "blocks.*", or an ActivationCheckpointing; None leaves it to the configuration.
         topology: how several processes share the model out; by default each has a copy of it.
         tensor_plan: which layers `Topology(tensor=2)` splits, and how; by default the model's own plan.
         functional: compute with values, by torch.func.
@@ -78,7 +87,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         precision: str | None = None,
         gradient_scale: float = 65536.0,
         compile: bool = False,
-        activation_checkpointing: str | None = None,
+        activation_checkpointing: str | ActivationCheckpointing | None = None,
         topology: Topology | None = None,
         tensor_plan: TensorPlan | None = None,
         functional: bool = False,
@@ -95,41 +104,86 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             tensor_plan=tensor_plan,
         )
 
+    pipeline: Pipeline | None = None
+    """Computes the model where several processes have some of its layers each."""
+
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
-        self._bare = self._plain and self.clip_norm is None and self.clip_value is None
+        self._frozen: nn.Module | None = None  # of the model before it is split
+        whole = self.topology.pipeline == 1 and not self.topology.virtual  # one pass over one model, here
+        self._bare = self._plain and self.clip_norm is None and self.clip_value is None and whole
 
     def environment(self) -> dict[str, object]:
-        """How many processes train together, if there are several."""
+        """How many processes train together, if there are several, or the virtual ranks that they share."""
+        if self.topology.virtual is not None:
+            return {"virtual": self.topology.virtual, "reduction": self.topology.reduction}
         count = ranks().world_size
         return {"processes": count} if count > 1 else {}
 
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The module on the device, and the optimizer over its parameters."""
-        module = self.prepare_module(model)
         count = ranks().world_size
+        if self.topology.pipeline > 1:
+            return self._make_pipeline(model, optimizer, strategy)
+        module = self.prepare_module(model)
         if self.topology.is_sharded(count) and not is_sharded(module):
+            copies = getattr(strategy, "copies_model", None)
+            if callable(copies) and copies(module):
+                self._frozen = copy.deepcopy(module).requires_grad_(False)  # a module that is split cannot be copied
             self._shard(module, optimizer)
-        offloaded = is_sharded(module) and self.topology.offload
-        fill(module, torch.device("cpu") if offloaded else self.device)
+        self._fill(module)
+        if self.topology.virtual is not None:
+            check_virtual_model(module, strategy, compiled=self.compile)
+            start_alike(module)
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)
+        if self.optimizer_offload is not None:
+            offload_optimizer(made, self.optimizer_offload)
+        return InPlaceStore(self, module, made, wraps=self.topology.virtual is None)
+
+    def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
+        """The store of a model of which this process keeps some of the layers."""
+        self._check_sharded(strategy)
+        module = self.checked_module(model)  # where it is: the whole may not fit on the device
+        self.pipeline = Pipeline(module, self.topology, self.device, self._autocast)
+        if isinstance(optimizer.chosen, torch.optim.Optimizer):
+            kept: dict[Tensor, Tensor] = {each: each for each in module.parameters()}
+            point_at(optimizer.chosen, {**kept, **self.pipeline.replaced})
+        made = optimizer.build(module)
+        self._check_sharded(strategy, made)
         return InPlaceStore(self, module, made)
 
-    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    def frozen_copy(self, module: nn.Module) -> nn.Module:
+        """A copy of a module that does not learn, split over the processes as the module is."""
+        copied, self._frozen = self._frozen, None
+        if copied is None:
+            return copy.deepcopy(module).requires_grad_(False)
+        shard_module(copied, self.topology, self.device, self.tensor_plan)
+        self._fill(copied)
+        return copied
+
+    def _fill(self, module: nn.Module) -> None:
+        """Give values to parameters that have none yet, see `pretrained`."""
+        offloaded = is_sharded(module) and self.topology.offload
+        fill(module, torch.device("cpu") if offloaded else self.device)
+
+    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Refuse what does not work, or is not known to work, with a sharded model."""
         refused: dict[str, object] = {}
         if self.scaler is not None:
             refused["precision"] = "fp16"  # each process would see the overflows of its own shard
         if self.compile:
             refused["compile"] = True
-        binds = isinstance(strategy, BindsModel) and not getattr(strategy, "takes_shards", False)
+        declared = "takes_shards" if self.topology.pipeline == 1 else "takes_pipelines"
+        binds = isinstance(strategy, BindsModel) and not getattr(strategy, declared, False)
         if binds or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
-        if type(optimizer) not in _ELEMENTWISE:
+        if optimizer is not None and type(optimizer) not in ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
+        if self.optimizer_offload is not None:
+            refused["optimizer_offload"] = self.optimizer_offload
         if refused:
             raise ConfigurationError(
                 "is not known to work with a sharded model; choose another, or give each process the whole model",
@@ -145,6 +199,17 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             point_at(optimizer.chosen, {each: shards[name] for name, each in whole.items()})
 
+    def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
+        """The strategy's batch, on the device; with a pipeline, its parts are prepared one by one.
+
+        Raises:
+            ValueError: it has no samples, so its mean loss would be nan.
+        """
+        if self.topology.pipeline == 1:
+            return super().prepare_batch(batch, strategy)
+        parts = split(moved(batch, self.device), self.topology.parts_of_batch)
+        return not_empty(MicroBatches([strategy.prepare_batch(each) for each in parts]))
+
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:
         """The module and its optimizer themselves."""
         return ModelState(model, optimizer)
@@ -158,6 +223,19 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
         """Add `scale` times the loss's gradients to the parameters'."""
+        if self.pipeline is not None:
+            try:
+                return GradientInfo(self.pipeline.train(cast(MicroBatches, batch), strategy, scale))
+            except Exception as error:
+                explain(error, batch)
+                raise
+        if type(batch) is GlobalBatch:
+
+            def compute(part: TrainingBatch, weight: float) -> Tensor:
+                loss: Tensor = self.forward_backward(state, part, strategy, scale * weight).loss
+                return loss
+
+            return GradientInfo(reduce_shares(state.weights, batch, compute))
         _, loss = self.outputs_and_loss(state.weights, batch, strategy)
         return GradientInfo(self.backward(loss, scale))
 
@@ -180,7 +258,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         losses = iter(strategy.compute_losses(state.weights, batch))
         while True:
             try:
-                with self._autocast():  # not around the yield: the caller computes outside of it
+                with self.computing(state.weights):  # not around the yield: the caller computes outside of it
                     found = next(losses, None)
             except Exception as error:
                 explain(error, batch)
@@ -196,7 +274,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         self.precision.unscale(state.optimizer)
         if type(correction) is not float or correction != 1.0:
             scale_grads(_learning(state.optimizer), correction)
-        return replace(gradients, grad_norm=grad_norm(_learning(state.optimizer))) if measure else gradients
+        if not measure:
+            return gradients
+        norm = grad_norm(_learning(state.optimizer))
+        return replace(gradients, grad_norm=norm if self.pipeline is None else self.pipeline.norm(norm))
 
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False

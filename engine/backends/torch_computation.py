@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,17 +11,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.backends.virtual_shares import prepare_shares
+from pulsetrain.engine.data.virtual_loader import Shares
 from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.pretrained import fill, move
-from pulsetrain.engine.distributed.ranks import DataRank, ranks
+from pulsetrain.engine.distributed.ranks import DataRank, VirtualRanks, ranks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.engine.step.activations import recompute_activations
+from pulsetrain.engine.memory.activation_offload import offload_activations
+from pulsetrain.engine.memory.activations import recompute_activations
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
 from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, TrainingStrategy, Tree, describe
 
-__all__ = ["TorchComputation", "explain", "find_device", "given", "no_gradient", "not_empty"]
+__all__ = ["TorchComputation", "explain", "find_device", "given", "moved", "no_gradient", "not_empty"]
 
 
 def find_device(device: str | torch.device = "auto") -> torch.device:
@@ -57,7 +62,7 @@ class TorchComputation:
         precision: str | None = None,
         gradient_scale: float = 65536.0,
         compile: bool = False,
-        activation_checkpointing: str | None = None,
+        activation_checkpointing: str | ActivationCheckpointing | None = None,
         topology: Topology | None = None,
         tensor_plan: TensorPlan | None = None,
         functional: bool = False,
@@ -92,7 +97,17 @@ class TorchComputation:
         self.compile = self.requested_compile or settings.compile
         self.activation_checkpointing = self.requested_checkpointing or settings.activation_checkpointing
         self.clip_norm, self.clip_value = settings.clip_grad_norm, settings.clip_grad_value
-        self._plain = self.precision.dtype is None  # no autocast around the forward pass
+        self.activation_offload, self.optimizer_offload = settings.activation_offload, settings.optimizer_offload
+        if self.compile and self.activation_offload is not None:
+            raise ConfigurationError(
+                "torch.compile decides itself what is kept for the backward pass; leave one of the two out",
+                "TrainingConfig",
+                activation_offload=self.activation_offload,
+                compile=True,
+            )
+        self._plain = (
+            self.precision.dtype is None and self.activation_offload is None
+        )  # the forward pass has no context
         self._moves = self.device.type != "cpu"
 
     def release(self) -> None:
@@ -103,6 +118,11 @@ class TorchComputation:
     def data_rank(self) -> DataRank:
         """Which share of each global batch this process computes: processes of one layer compute the same."""
         return self.topology.data_rank(ranks())
+
+    @property
+    def virtual_ranks(self) -> VirtualRanks | None:
+        """Whose shares of each global batch this process computes, where virtual ranks share it."""
+        return self.topology.virtual_ranks(ranks())
 
     @property
     def batch_device(self) -> torch.device:
@@ -117,6 +137,14 @@ class TorchComputation:
 
     def prepare_module(self, model: object) -> nn.Module:
         """The same, but for parameters that have no values yet, see `pretrained`."""
+        module = self.checked_module(model)
+        move(module, self.device)
+        if self.compile:
+            module.compile()
+        return module
+
+    def checked_module(self, model: object) -> nn.Module:
+        """The model where it is, with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
@@ -128,14 +156,11 @@ class TorchComputation:
             )
         if self.activation_checkpointing is not None:
             recompute_activations(model, self.activation_checkpointing)
-        move(model, self.device)
-        if self.compile:
-            model.compile()
         return model
 
     def to_device(self, batch: Tree) -> Tree:
         """The batch with every tensor on the device; copies from pinned memory do not wait."""
-        return _move(batch, self.device) if self._moves else batch
+        return moved(batch, self.device) if self._moves else batch
 
     def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
         """The strategy's batch, on the device.
@@ -143,7 +168,19 @@ class TorchComputation:
         Raises:
             ValueError: it has no samples, so its mean loss would be nan.
         """
-        return not_empty(strategy.prepare_batch(_move(batch, self.device) if self._moves else batch))
+        if type(batch) is Shares:
+            return prepare_shares(batch, lambda share: self.prepare_batch(share, strategy), self.device)
+        return not_empty(strategy.prepare_batch(moved(batch, self.device) if self._moves else batch))
+
+    @contextmanager
+    def computing(self, model: Tree) -> Iterator[None]:
+        """Around the forward pass and the loss: autocast, and activations are moved if asked for."""
+        if self.activation_offload is None:
+            with self._autocast():
+                yield
+            return
+        with self._autocast(), offload_activations(model, self.activation_offload):
+            yield
 
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
         """The model's outputs for the batch."""
@@ -155,7 +192,7 @@ class TorchComputation:
             if self._plain:
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
-            with self._autocast():
+            with self.computing(model):
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
         except Exception as error:
@@ -208,13 +245,14 @@ def given(batch: TrainingBatch) -> str:
     return f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
 
 
-def _move(value: Tree, device: torch.device) -> Tree:
+def moved(value: Tree, device: torch.device) -> Tree:
+    """The value with each tensor on the device; every mapping becomes a dict."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
+        return {key: moved(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(item, device) for item in value))
+        return type(value)(*(moved(item, device) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_move(item, device) for item in value)
+        return type(value)(moved(item, device) for item in value)
     return value

@@ -29,7 +29,7 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
     draws (dropout) come from torch's global generator, as in place.
 
     Raises:
-        ConfigurationError: fp16, torch.compile or activation checkpointing, which work in place.
+        ConfigurationError: fp16, torch.compile, activation checkpointing or offload, which work in place.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -43,6 +43,8 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
             "precision": "fp16" if self.scaler is not None else None,
             "compile": self.compile or None,
             "activation_checkpointing": self.activation_checkpointing,
+            "activation_offload": self.activation_offload,
+            "optimizer_offload": self.optimizer_offload,
             "topology": None if self.topology == Topology() else self.topology,
         }
         for setting, value in in_place.items():

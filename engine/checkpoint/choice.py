@@ -18,7 +18,9 @@ __all__ = ["best_of", "latest_of", "load_checkpoint", "resolve"]
 LATEST = "latest"
 
 
-def load_checkpoint(path: str | os.PathLike[str], *, in_pieces: Collection[str] = ()) -> dict[str, Plain]:
+def load_checkpoint(
+    path: str | os.PathLike[str], *, in_pieces: Collection[str] = (), checked: bool = False
+) -> dict[str, Plain]:
     """Read a checkpoint after checking it against its manifest; tensors are on the CPU.
 
     >>> import tempfile
@@ -32,11 +34,13 @@ def load_checkpoint(path: str | os.PathLike[str], *, in_pieces: Collection[str] 
         path: whatever `resolve` takes.
         in_pieces: entries whose tensors are left on the disk, as `StoredTensor`, if several processes wrote them: a
             process that needs a part of one reads that alone.
+        checked: another process has compared all files with the manifest just now; this one compares those that it
+            reads from, when it does.
 
     Raises:
         CheckpointError: it is missing, incomplete, damaged, of a newer format or holds code; the message says which.
     """
-    return read_checkpoint(resolve(path), in_pieces=in_pieces)
+    return read_checkpoint(resolve(path), in_pieces=in_pieces, checked=checked)
 
 
 def resolve(path: str | os.PathLike[str]) -> Location:

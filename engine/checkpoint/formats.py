@@ -94,6 +94,8 @@ def state_file(content: dict[str, Plain], form: Form) -> StateFile:
 def piece_file(content: dict[str, Plain]) -> Write:
     """A function that writes the pieces alone that a process has of a state, of which another one writes the rest."""
     encoded = encode_tree(content)
+    # without those that another process writes, or nobody has: readers look at each piece of each file
+    encoded = encoded._replace(pieces={name: each for name, each in encoded.pieces.items() if each.data.numel()})
     return file_writer({name: encoded.arrays[name] for name in encoded.pieces}, _offsets(encoded))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pickle import UnpicklingError
+from typing import IO
 
 from pulsetrain.engine.checkpoint.digests import digest_of
 from pulsetrain.engine.checkpoint.files import files_of
@@ -50,19 +52,29 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Location]:
     return sorted(found, key=_age)
 
 
-def read_checkpoint(folder: Location, *, in_pieces: Collection[str] = ()) -> dict[str, Plain]:
+def read_checkpoint(folder: Location, *, in_pieces: Collection[str] = (), checked: bool = False) -> dict[str, Plain]:
     """The state in a checkpoint's folder; see `load_checkpoint`.
 
     Args:
         folder: of the checkpoint.
         in_pieces: entries whose tensors are left on the disk, as `StoredTensor`, if several processes wrote them.
+        checked: another process has compared all files with the manifest just now; this one compares those that it
+            reads from, when it does.
     """
-    manifest, files = _checked(folder), files_of(folder)
+    manifest, files = _manifest_of(folder), files_of(folder)
     number = manifest["format"]
     file = folder / STATES[number]
+    names = manifest["files"] if number == IN_PIECES else ()
+    for name in manifest["files"] if not checked else [STATES[number]]:
+        _check_file(folder, name, manifest)
     try:
-        names = manifest["files"] if number == IN_PIECES else ()
-        pieces = stored_pieces(partial(files.open, folder / each) for each in names)
+        opened_by: dict[Callable[[], IO[bytes]], str] = {partial(files.open, folder / name): name for name in names}
+        pieces = stored_pieces(opened_by)
+        if checked:
+            checking = {each: _checking(each, folder, name, manifest) for each, name in opened_by.items()}
+            pieces = {
+                name: [replace(piece, open=checking[piece.open]) for piece in found] for name, found in pieces.items()
+            }
         with files.open(file) as opened:
             loaded = read_state(opened, number, pieces)
         if pieces:
@@ -94,7 +106,10 @@ def check_checkpoint(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: as `load_checkpoint`.
     """
-    _checked(location_of(path))
+    folder = location_of(path)
+    manifest = _manifest_of(folder)
+    for name in manifest["files"]:
+        _check_file(folder, name, manifest)
 
 
 def damage_of(folder: Location) -> str | None:
@@ -145,30 +160,48 @@ def step_of(folder: Location) -> int:
     return _number(folder)[0]
 
 
-def _checked(folder: Location) -> Manifest:
-    """The manifest, once every file has been compared with it."""
+def _manifest_of(folder: Location) -> Manifest:
     try:
         manifest = _read_manifest(folder)
     except FileNotFoundError:
         known = ", ".join(each.name for each in find_checkpoints(folder.parent)) or "none"
         raise CheckpointError(f"{folder}: no checkpoint there ({MANIFEST} is missing); present: {known}") from None
     _refuse_newer(folder, manifest)
-    for name, expected in manifest["files"].items():
-        file = folder / name
-        try:
-            size = files_of(folder).size(file)
-            with files_of(folder).open(file) as opened:
-                digest = digest_of(opened)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}; load another checkpoint") from None
-        if size != expected["bytes"]:
-            raise CheckpointError(
-                f"{file}: has {size} bytes, and the manifest says {expected['bytes']}: cut or damaged; "
-                "load another checkpoint"
-            )
-        if digest != expected["sha256"]:
-            raise CheckpointError(f"{file}: its digest differs from the manifest's: damaged; load another checkpoint")
     return manifest
+
+
+def _check_file(folder: Location, name: str, manifest: Manifest) -> None:
+    """Compare a file with what the manifest says of it."""
+    file, expected = folder / name, manifest["files"][name]
+    try:
+        size = files_of(folder).size(file)
+        with files_of(folder).open(file) as opened:
+            digest = digest_of(opened)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}; load another checkpoint") from None
+    if size != expected["bytes"]:
+        raise CheckpointError(
+            f"{file}: has {size} bytes, and the manifest says {expected['bytes']}: cut or damaged; "
+            "load another checkpoint"
+        )
+    if digest != expected["sha256"]:
+        raise CheckpointError(f"{file}: its digest differs from the manifest's: damaged; load another checkpoint")
+
+
+def _checking(
+    open_file: Callable[[], IO[bytes]], folder: Location, name: str, manifest: Manifest
+) -> Callable[[], IO[bytes]]:
+    """The function, which compares the file with the manifest before it opens it for the first time."""
+    compared = name == STATES[manifest["format"]]  # has been read as a whole
+
+    def opened() -> IO[bytes]:
+        nonlocal compared
+        if not compared:
+            _check_file(folder, name, manifest)
+            compared = True
+        return open_file()
+
+    return opened
 
 
 def _refuse_newer(folder: Location, manifest: Manifest) -> None:

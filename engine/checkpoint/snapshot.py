@@ -92,6 +92,8 @@ class _Copying:
     def copied(self, value: Plain) -> Plain:
         kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
+            if value.is_meta:  # it stays without values
+                return value
             return self._of_tensor(value)
         if kind is Piece:
             return replace(value, data=self._of_tensor(value.data))

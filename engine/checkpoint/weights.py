@@ -237,7 +237,7 @@ def _load(
 
 
 def _check_whole(model: nn.Module, caller: str, remedy: str) -> None:
-    if any(hasattr(each, "to_local") for each in model.parameters()):
+    if any(hasattr(each, "to_local") or each.is_meta for each in model.parameters()):
         raise CheckpointError(f"{caller}: the model is sharded, and this process has a part of its weights; {remedy}")
 
 

@@ -159,11 +159,15 @@ class KeyedOrder:
         number, position = self.number, self.position
         drawn, self._drawn = self._drawn, None
         for indices in self._batches(self._draw(number, position) if drawn is None else drawn):
-            if self._keyed:
-                yield KeyedBatch(indices, rng.derive(self.seed, number, position + self._rank))
-            else:
-                yield indices
+            yield from self._reads(indices, number, position)
             position += self.step
+
+    def _reads(self, indices: Any, number: int, position: int) -> Iterator[Any]:
+        """What is read for the batch at a position of a pass: here its samples, at once."""
+        yield self._keyed_batch(indices, number, position + self._rank)
+
+    def _keyed_batch(self, indices: Any, *key: int) -> Any:
+        return KeyedBatch(indices, rng.derive(self.seed, *key)) if self._keyed else indices
 
     def __len__(self) -> int:
         if self._length is None:
@@ -223,12 +227,18 @@ class KeyedLoader:
         look: called with the dataset and the `collate_fn`, by name, before each batch is read, in workers as well.
             It is not called for datasets that are known to draw nothing.
         ranks: as for `KeyedOrder`.
+        order: by default a `KeyedOrder` for these ranks.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], seed: int, look: Look | None = None, ranks: tuple[int, int] | None = None
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        look: Look | None = None,
+        ranks: tuple[int, int] | None = None,
+        order: KeyedOrder | None = None,
     ) -> None:
-        self.order = KeyedOrder(loader, seed, ranks)
+        self.order = order or KeyedOrder(loader, seed, ranks)
         dataset: Any = loader.dataset  # any object with __getitem__
         collate = loader.collate_fn
         if not draws_nothing(loader):

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from pulsetrain.engine.distributed.failures import FailureBoard
+from pulsetrain.engine.distributed.failures import FailureBoard, look_interval
 from pulsetrain.engine.distributed.ranks import Ranks
 from pulsetrain.engine.errors import PeerFailed
 
@@ -31,6 +31,8 @@ _BEAT, _SILENT_WORK = 0.5, 15.0  # seconds between signs of life, and without on
 _SLICE = 5.0  # seconds between two looks at what the others do, while this one waits for them
 _STILL_GOING = "Operation timed out"  # in torch's error for a collective that continues after a wait
 _SILENT = 2.5  # seconds without a sign of a rank after which it is taken to have ended
+_FEW = 64  # ranks, of which each may ask the store about each other one
+_FINDING = 30.0  # seconds that one rank has to find out what has failed, where there are more
 
 
 class ControlGroup:
@@ -64,7 +66,7 @@ class ControlGroup:
         self._busy = 0  # blocks of `busy` that this rank is in
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         readers = others if host == ranks.rank else ()
-        self.board = None if store is None else FailureBoard(store, ranks.rank, readers, host)
+        self.board = None if store is None else FailureBoard(store, ranks.rank, readers, host, ranks.world_size)
 
     @property
     def is_shared(self) -> bool:
@@ -107,7 +109,7 @@ class ControlGroup:
                 self._explain(what, lambda: self._wait(begun[0]))
                 begun.clear()
                 if vector[0].item() != float(tag) * self.ranks.world_size:
-                    raise self._elsewhere(what)
+                    raise self._found_by_one(lambda: self._elsewhere(what, self._places())) or self._elsewhere(what, {})
             return vector[1 : 1 + len(values)].tolist()
 
         return wait
@@ -187,14 +189,14 @@ class ControlGroup:
             return
         self._busy += 1
         if self._busy == 1:
-            self._store.set(f"busy/{self.ranks.rank}", "yes")
+            self._store.add("busy", 1)
         try:
             yield
         finally:
             self._busy -= 1
             if not self._busy:
                 with suppress(RuntimeError):  # the store has ended
-                    self._store.set(f"busy/{self.ranks.rank}", "no")
+                    self._store.add("busy", -1)
 
     def post(self, key: str, value: object) -> None:
         """Leave a value of JSON under a key of this rank; no collective, so any thread may do it."""
@@ -204,13 +206,13 @@ class ControlGroup:
     @contextmanager
     def alive(self, what: str) -> Iterator[None]:
         """Around work for which another rank waits by `posted`: a thread gives signs of life."""
-        ended = threading.Event()
+        ended, interval = threading.Event(), look_interval(_BEAT, 1, self.ranks.world_size)
 
         def beat() -> None:
             while self._store is not None:
                 with suppress(RuntimeError):  # the store has ended
                     self._store.add(f"alive/{what}/{self.ranks.rank}", 1)
-                if ended.wait(_BEAT):
+                if ended.wait(interval):
                     return
 
         thread = threading.Thread(target=beat, name="pulsetrain-alive", daemon=True)
@@ -235,6 +237,8 @@ class ControlGroup:
         """
         assert self._store is not None
         assert self.board is not None
+        # the main process alone waits for all the others; of these, each looks for what the main one posts
+        poll = _POLL if self.ranks.is_main else look_interval(_POLL, 3, self.ranks.world_size)
         signs, seen = 0, time.monotonic()
         at, until = f"post/{key}/{rank}", time.monotonic() + PATIENCE
         try:
@@ -254,7 +258,7 @@ class ControlGroup:
                     raise PeerFailed(
                         f"rank {rank} has not come within {PATIENCE:g} s, while this one waited for {what}"
                     )
-                time.sleep(_POLL)
+                time.sleep(poll)
             return json.loads(self._store.get(at))
         except PeerFailed:
             raise
@@ -285,6 +289,24 @@ class ControlGroup:
         failure = self.board.first_of_others(wait=2.0)  # a rank writes its error before its connections close
         if failure is not None:
             return failure.as_error()
+        return self._found_by_one(lambda: self._cause(error, what, waited)) or error
+
+    def _found_by_one(self, find: Callable[[], RuntimeError | None]) -> RuntimeError | None:
+        """What the function returns; where there are many ranks, one of them calls it and posts the error for all."""
+        assert self.board is not None
+        if self.ranks.world_size <= _FEW:
+            return find()
+        if not self.board.is_finder():
+            failure = self.board.first_of_others(wait=_FINDING)
+            return None if failure is None else failure.as_error()
+        found = find()
+        if found is not None:
+            self.board.post(found)
+        return found
+
+    def _cause(self, error: RuntimeError, what: str, waited: float | None) -> RuntimeError | None:
+        """Why a collective has failed: which rank has ended, or is late; None if that is not known."""
+        assert self.board is not None
         others = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
         ended = self.board.ended(others, within=_SILENT)
         if ended and "timed out" not in str(error).lower():
@@ -302,11 +324,11 @@ class ControlGroup:
                 f"{_listed(late)} not come to {what}, collective no. {self.calls} on this rank{within}: it has ended, "
                 "hangs, or runs other code; see its own output and its event log"
             )
-        return error
+        return None
 
-    def _elsewhere(self, what: str) -> PeerFailed:
+    def _elsewhere(self, what: str, at: Mapping[int, tuple[int, str]]) -> PeerFailed:
         """The error for ranks that have met, each for something else."""
-        places = {rank: place for rank, (_, place) in self._places().items() if place != what}
+        places = {rank: place for rank, (_, place) in at.items() if place != what}
         rank, place = next(iter(places.items()), ("another", "another place"))
         return PeerFailed(
             f"rank {rank} has come to {place} when this one came to {what}: they do not have the same number of "
@@ -335,8 +357,7 @@ class ControlGroup:
         failure = self.board.first_of_others()
         if failure is not None:
             raise failure.as_error()
-        keys = [f"busy/{rank}" for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
-        return any(self._store.check([key]) and self._store.get(key) == b"yes" for key in keys)
+        return self._store.add("busy", 0) > (self._busy > 0)
 
     def _meet(self, what: str, run: Callable[[], object]) -> None:
         self.calls += 1

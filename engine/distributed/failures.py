@@ -18,12 +18,28 @@ from torch.distributed.distributed_c10d import Store
 
 from pulsetrain.engine.errors import PeerFailed
 
-__all__ = ["Failure", "FailureBoard", "Warden"]
+__all__ = ["Failure", "FailureBoard", "Warden", "look_interval"]
 
-_FIRST, _READ, _ALIVE, _DONE = "failure/first", "failure/read/", "alive/", "done/"
+_FIRST, _FINDER, _READ, _ALIVE, _DONE = "failure/first", "failure/finder", "failure/read/", "alive/", "done/"
 _READING = 3.0  # seconds that the others have for it
 _POLL = 0.05  # seconds
 _LIMIT = 20_000  # characters of a traceback, which a store holds in memory
+_STORE_RATE = 10_000.0  # requests a second to one store, by all ranks together, for one purpose
+_OF_A_LOOK = 4  # requests of a warden's look
+
+
+def look_interval(least: float, requests: int, ranks: int) -> float:
+    """Seconds between two looks of a rank at the store: longer if many ranks look, since one process answers all.
+
+    >>> [look_interval(1.0, requests=4, ranks=ranks) for ranks in (8, 2_500, 10_000)]
+    [1.0, 1.0, 4.0]
+
+    Args:
+        least: seconds, with few ranks.
+        requests: of one look.
+        ranks: that look.
+    """
+    return max(least, requests * ranks / _STORE_RATE)
 
 
 class Failure(NamedTuple):
@@ -55,10 +71,15 @@ class FailureBoard:
         rank: of this process.
         readers: ranks that have to read an error before this process may end, since the store ends with it.
         host: the rank with which the store ends; None if it outlives all.
+        ranks: how many there are.
     """
 
-    def __init__(self, store: Store, rank: int, readers: Sequence[int] = (), host: int | None = None) -> None:
+    def __init__(
+        self, store: Store, rank: int, readers: Sequence[int] = (), host: int | None = None, ranks: int = 1
+    ) -> None:
         self._store, self._rank, self._readers, self._host = store, rank, readers, host
+        self.ranks = ranks
+        self._poll = look_interval(_POLL, 1, ranks)
         self._read: Failure | None = None  # the store may have ended since
         self._run = 0
         self._is_lost = False  # whether the store has ended
@@ -79,6 +100,13 @@ class FailureBoard:
             self._store.wait([self._key(f"{_READ}{rank}") for rank in self._readers], timedelta(seconds=_READING))
         except RuntimeError:  # it was on a rank that has ended; or a reader has
             return
+
+    def is_finder(self) -> bool:
+        """Whether this rank is the one that finds out for all what has failed: the first to ask."""
+        try:
+            return self._store.compare_set(self._key(_FINDER), "", str(self._rank)) == str(self._rank).encode()
+        except RuntimeError:  # the store has ended
+            return True
 
     def beat(self) -> None:
         """Show that this rank is there; a store that has ended is noted."""
@@ -121,13 +149,15 @@ class FailureBoard:
     def ended(self, ranks: Sequence[int], within: float) -> list[int]:
         """Which of these ranks have not beaten within so many seconds; the host if the store has ended.
 
+        It takes longer if there are thousands of ranks, which beat less often.
+
         >>> from torch.distributed import HashStore
         >>> FailureBoard(HashStore(), rank=0).ended([1], within=0.01)
         [1]
         """
         try:
             before = [self._store.add(self._key(f"{_ALIVE}{rank}"), 0) for rank in ranks]
-            time.sleep(within)
+            time.sleep(look_interval(within, 3 * _OF_A_LOOK, self.ranks))
             return [
                 rank
                 for rank, count in zip(ranks, before, strict=True)
@@ -158,7 +188,7 @@ class FailureBoard:
             found = self.first()
             if found is not None or time.monotonic() >= until:
                 return None if found is None or found.rank == self._rank else found
-            time.sleep(_POLL)
+            time.sleep(self._poll)
 
 
 class Warden:
@@ -171,9 +201,9 @@ class Warden:
     Args:
         board: where the error is.
         next_rank: the one to watch, if any.
-        interval: seconds between two looks.
+        interval: seconds between two looks; longer if there are thousands of ranks.
         grace: seconds that this process has for leaving by itself, once another rank or the launcher has ended.
-        silence: seconds without a sign of the next rank after which it is taken to be frozen.
+        silence: seconds without a sign of the next rank after which it is taken to be frozen; at least three looks.
         leave: ends the process; by default with all stacks on stderr and the status 75.
     """
 
@@ -188,8 +218,9 @@ class Warden:
         silence: float = 12.0,
         leave: Callable[[PeerFailed], object] | None = None,
     ) -> None:
-        self._board, self._interval, self._grace = board, interval, grace
-        self._next, self._silence = next_rank, silence
+        self._board, self._grace = board, grace
+        self._interval = look_interval(interval, _OF_A_LOOK, board.ranks)
+        self._next, self._silence = next_rank, max(silence, 3 * self._interval)
         self._leave = leave or self._end_process
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pulsetrain-warden", daemon=True)

@@ -6,23 +6,28 @@ import atexit
 import os
 import re
 import socket
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import islice
 
 import torch.distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # part of torch's documented interface
+from torch.distributed import (  # type: ignore[attr-defined]  # part of torch's documented interface
+    HashStore,
+    TCPStore,
+)
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pulsetrain.engine.distributed.collectives import PATIENCE, ControlGroup
 from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.distributed.ranks import Ranks, ranks
+from pulsetrain.engine.distributed.replicas import differ, digest
 from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 
-__all__ = ["busy", "check_alike", "join", "leave"]
+__all__ = ["busy", "check_alike", "join", "join_alone", "leave"]
 
 TIMEOUT = 60.0  # seconds
+_EAGER = 256  # processes up to which each connects to each other one: in two groups, that takes 520 open files
 _ALONE = "; tasks of srun that train a model each need RANK=0 and WORLD_SIZE=1"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of a function, differs between processes
 _joined: tuple[object, ControlGroup] | None = None  # torch's default group, and ours beside it
@@ -48,6 +53,9 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     found = ranks()
     if found.world_size == 1:
         return ControlGroup(found)
+    if found.world_size > _EAGER:
+        # else each process connects to each other one before the first collective, and asks the store where each is
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store: Store | None = None
     if not torch.distributed.is_initialized():
         store = _meet(found, timeout)
@@ -64,6 +72,15 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
         shared = PrefixStore(f"pulsetrain-{start}", _store_beside(found, timeout) if store is None else store)
         _joined = group, ControlGroup(found, gloo, shared, timeout, host=None if _has_launcher() else 0)
     return _joined[1]
+
+
+def join_alone() -> None:
+    """Make torch's default group of this process, if there is none: for libraries that ask it for groups of one."""
+    global _made_default
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        _made_default = True
+        atexit.register(leave)
 
 
 @contextmanager
@@ -85,6 +102,9 @@ def leave() -> None:
 def check_alike(control: ControlGroup, facts: Mapping[str, object]) -> None:
     """Compare what has to be equal on all ranks; they all have to call this.
 
+    They compare digests first. The facts themselves, which name every tensor of the model, are sent only if those
+    differ, and to the main process alone.
+
     Args:
         control: joins them.
         facts: name -> value, compared by its `repr` without addresses.
@@ -92,15 +112,23 @@ def check_alike(control: ControlGroup, facts: Mapping[str, object]) -> None:
     Raises:
         ConfigurationError: a rank differs from rank 0; the message names the rank, what differs, and both values.
     """
-    first, *others = control.gather({name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()})
-    different = [
-        f"rank {rank} has {name}={_short(theirs.get(name, 'nothing'))}, rank 0 has {_short(first[name])}"
-        for rank, theirs in enumerate(others, start=1)
-        for name in first
-        if theirs.get(name) != first[name]
-    ]
+    texts = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
+    if not differ(control.sum(digest(texts), "the checks at the start"), control.ranks.world_size):
+        return
+    different = control.broadcast(_differences(control.collect(texts)))
     if different:
-        raise ConfigurationError(f"the processes have to be started alike, and differ: {'; '.join(different[:8])}")
+        raise ConfigurationError(f"the processes have to be started alike, and differ: {'; '.join(different)}")
+
+
+def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
+    """The first ones between rank 0 and the others, as text."""
+    found = (
+        f"rank {rank} has {name}={_short(theirs.get(name, 'nothing'))}, rank 0 has {_short(text)}"
+        for rank, theirs in enumerate(everyone)
+        for name, text in everyone[0].items()
+        if theirs.get(name) != text
+    )
+    return list(islice(found, 8))
 
 
 def _listed(ranks: list[str]) -> str:
@@ -139,13 +167,7 @@ def _meet(found: Ranks, timeout: float) -> Store:
         ) from None
     # after a restart, ranks would otherwise find the addresses of processes that have ended
     attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    attempt.set(f"here/{found.rank}", "")
-    missing, until = [], time.monotonic() + timeout
-    for rank in range(found.world_size):
-        try:
-            attempt.wait([f"here/{rank}"], timedelta(seconds=max(until - time.monotonic(), 0.01)))
-        except RuntimeError:
-            missing.append(str(rank))
+    missing = [str(rank) for rank in _absent_after(attempt, found, timeout)]
     if missing:
         raise PeerFailed(
             f"of {found.world_size} processes, {_listed(missing)} not come to {host}:{port} within "
@@ -153,6 +175,33 @@ def _meet(found: Ranks, timeout: float) -> Store:
             f"{_ALONE if here.by == 'Slurm' else ''}"
         )
     return attempt
+
+
+def _absent_after(store: Store, found: Ranks, timeout: float) -> list[int]:
+    """The ranks that have not come within so many seconds.
+
+    Each rank makes a few requests: if each waited for each other one, 10,000 of them would make 100 million.
+    """
+    here = f"here/{found.rank}"
+    if not store.check([here]):
+        store.set(here, "")
+        if store.add("come", 1) == found.world_size:
+            store.set("all", "")
+    try:
+        store.wait(["all"], timedelta(seconds=timeout))
+    except RuntimeError:
+        return _absent(store, range(found.world_size))
+    return []
+
+
+def _absent(store: Store, among: range) -> list[int]:
+    """Those of these ranks that have not come: of each half, as long as one is missing in it."""
+    if store.check([f"here/{rank}" for rank in among]):
+        return []
+    if len(among) == 1:
+        return list(among)
+    middle = len(among) // 2
+    return [*_absent(store, among[:middle]), *_absent(store, among[middle:])]
 
 
 def _store_beside(found: Ranks, timeout: float) -> Store:

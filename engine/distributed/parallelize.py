@@ -32,12 +32,13 @@ class DataParallelModule:
 
     Args:
         module: on its device, the same on all ranks but for its values, which are those of rank 0 from now on.
+        wraps: whether to wrap it at all.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, wraps: bool = True) -> None:
         self.module = module
         self.called = module
-        self.is_wrapped = ranks().world_size > 1 and not is_shared(module)
+        self.is_wrapped = wraps and ranks().world_size > 1 and not is_shared(module)
         if self.is_wrapped:
             self._wrap()
 

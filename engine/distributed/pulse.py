@@ -10,6 +10,8 @@ from pulsetrain.engine.distributed.collectives import ControlGroup
 
 __all__ = ["Pulse", "SharedFlag", "StopRequest"]
 
+_RANKS = 2_500  # up to which a pulse takes a tenth of a second: a sum passes each rank twice, one after the other
+
 
 class StopRequest(NamedTuple):
     """That the run ends, as one rank asks."""
@@ -63,7 +65,8 @@ class Pulse:
     Args:
         control: joins the ranks.
         every: iterations between two fixed pulses.
-        within: seconds after which a signal is to have been agreed on, about.
+        within: seconds after which a signal is to have been agreed on, about; longer with more than 2,500 ranks, as a
+            pulse takes longer, too.
         clock: monotonic, in seconds.
     """
 
@@ -74,7 +77,8 @@ class Pulse:
         within: float = 5.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._control, self._every, self._within, self._clock = control, every, within, clock
+        self._control, self._every, self._clock = control, every, clock
+        self._within = within * max(1.0, control.ranks.world_size / _RANKS)
         self._asked: StopRequest | None
         self._flags: dict[int, tuple[object, SharedFlag]] = {}  # by their owners' ids
         self.begin(0)

@@ -23,16 +23,23 @@ from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = [
+    "PIPELINE",
     "DataRank",
     "Ranks",
+    "VirtualRanks",
     "agreed",
     "check_shared",
+    "check_virtual",
     "gives_all_ranks_the_same",
     "is_fully_sharded",
+    "is_pipelined",
     "is_sharded",
     "is_shared",
     "ranks",
 ]
+
+PIPELINE = "_pipeline"  # the attribute of a model of which several processes have some layers each
+_SAMPLERS = (SequentialSampler, RandomSampler, WeightedRandomSampler)  # whose order is a function of the seed
 
 
 class Ranks(NamedTuple):
@@ -54,6 +61,13 @@ class DataRank:
     rank: int = 0
     count: int = 1
     leads: bool = True  # whether it counts for those that compute the same samples
+
+
+class VirtualRanks(NamedTuple):
+    """The virtual ranks whose shares of each global batch this process computes."""
+
+    here: range
+    total: int  # in all processes
 
 
 def ranks() -> Ranks:
@@ -111,7 +125,7 @@ def check_shared(
         else:
             continue
         raise ConfigurationError(rule, place, model=type(part), world_size=found.world_size)
-    if getattr(loader, "fires_rollouts", False):
+    if getattr(loader, "fires_rollouts", False) and not getattr(loader, "shares_ranks", False):
         raise ConfigurationError(
             "each of {world_size} processes would act in the same environments; start one process",
             place,
@@ -121,6 +135,35 @@ def check_shared(
     shares = shares or found.world_size
     if shares > 1 and gives_all_ranks_the_same(loader, shares):
         _check_divisible(loader, shares)
+
+
+def check_virtual(loader: object, virtual: int) -> None:
+    """Refuse training data whose batches cannot be shared out to so many virtual ranks.
+
+    Raises:
+        ConfigurationError: the loader's order is not known, or its batch size is not a multiple.
+    """
+    if (
+        type(loader) is not DataLoader
+        or isinstance(loader.dataset, IterableDataset)
+        or type(_sampler_of(loader)) not in _SAMPLERS
+    ):
+        raise ConfigurationError(
+            "the batches of this loader cannot be shared out to {virtual} virtual ranks: that needs a torch DataLoader "
+            "over a dataset with a length, in torch's own order (shuffle=False or True); give such a loader, or leave "
+            "virtual and reduction='tree' out",
+            "Trainer",
+            train_loader=type(loader),
+            virtual=virtual,
+        )
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    if size is None or size % virtual:
+        raise ConfigurationError(
+            "is the global batch, which {virtual} virtual ranks share; choose a multiple of their number",
+            "DataLoader",
+            batch_size=size,
+            virtual=virtual,
+        )
 
 
 def _check_divisible(loader: object, world_size: int) -> None:
@@ -182,12 +225,19 @@ def is_sharded(model: object) -> bool:
     """Whether this process holds a part of the weights alone."""
     if ranks().world_size == 1 or not isinstance(model, nn.Module):  # else a view of other arrays is not read
         return False
+    if is_pipelined(model):
+        return True
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # imports 60 modules
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()) or any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
+
+
+def is_pipelined(model: object) -> bool:
+    """Whether this process has some of the model's layers, and the others are without values."""
+    return getattr(model, PIPELINE, None) is not None
 
 
 def gives_all_ranks_the_same(loader: object, world_size: int) -> bool:
@@ -200,7 +250,7 @@ def gives_all_ranks_the_same(loader: object, world_size: int) -> bool:
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return False
     sampler = _sampler_of(loader)
-    if type(sampler) not in (SequentialSampler, RandomSampler, WeightedRandomSampler):
+    if type(sampler) not in _SAMPLERS:
         return False
     if getattr(sampler, "replacement", False) and getattr(sampler, "generator", None) is not None:
         return False

@@ -33,13 +33,16 @@ def held(value: Any) -> Any:
 
 
 def sharded_like(value: Any, like: Any, device: torch.device | None = None) -> Any:
-    """This rank's shard of a tensor, as that of another one is; nothing is communicated.
+    """What this rank has of a tensor, as it has another one; nothing is communicated.
 
     Args:
         value: a whole tensor, or one that is stored in pieces; anything else, as a shard, is returned as it is.
-        like: a shard of a tensor of the same shape; if it is none, the whole tensor is returned.
+        like: a shard of a tensor of the same shape, or a tensor without values, which is returned unless a device is
+            given; for any other, the whole tensor is returned.
         device: where to make the shard; by default, where the other one is.
     """
+    if device is None and isinstance(like, Tensor) and like.is_meta:
+        return like
     if not is_shard(like) or not isinstance(value, (Tensor, StoredTensor)) or value.shape != like.shape:
         return whole(value)
     if is_shard(value):

@@ -19,7 +19,16 @@ from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.topology import TENSOR, Topology
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["holders_of", "is_shard", "local", "norms_of_wholes", "point_at", "resharded", "shard_module"]
+__all__ = [
+    "holders_of",
+    "is_shard",
+    "local",
+    "norms_of_wholes",
+    "point_at",
+    "resharded",
+    "shard_module",
+    "shard_weights",
+]
 
 
 def shard_module(module: nn.Module, topology: Topology, device: torch.device, plan: TensorPlan | None = None) -> None:
@@ -51,10 +60,11 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device, pl
         parallelize(module, mesh[TENSOR], styles)
         # also where the weights are split over 1 process: an optimizer's kernel takes no plain parameters beside shards
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != TENSOR)]
-    _shard_weights(module, mesh, topology, device)
+    shard_weights(module, mesh, topology, device)
 
 
-def _shard_weights(module: nn.Module, mesh: DeviceMesh, topology: Topology, device: torch.device) -> None:
+def shard_weights(module: nn.Module, mesh: DeviceMesh, topology: Topology, device: torch.device) -> None:
+    """Split a module's weights over the processes of the mesh, which all have them; each block by itself."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {

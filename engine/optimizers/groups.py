@@ -122,11 +122,16 @@ def exempt_by_kind(model: nn.Module) -> DecayRule:
     exempt = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _NORM_CLASS.search(type(module).__name__)
+        if _is_embedding(module) or _NORM_CLASS.search(type(module).__name__)
         for parameter in module.parameters(recurse=False)
     }
     # "bias_hh_l0" of recurrent layers and "in_proj_bias" of attention are biases too
     return lambda name, parameter: id(parameter) in exempt or "bias" in name.rsplit(".", 1)[-1].split("_")
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """Whether it is one of torch, or has the same attributes, as the embeddings of other libraries do."""
+    return hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim")
 
 
 # ---------------------------------------------------------------------------------------------- learning rates

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.distributed.ranks import DataRank
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.engine.rollouts.sharing import SharedRollout
 from pulsetrain.engine.step.backend import Backend, InPlaceBackend
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
@@ -76,9 +79,11 @@ class Rollouts:
     """
 
     fires_rollouts = True
+    shares_ranks = False  # whether several processes share a rollout out
 
     def __init__(self) -> None:
         self._trainer: PolicyTrainer | None = None
+        self.sharing = SharedRollout(DataRank())  # over the processes that train together
         self.seed = 0  # for draws other than the policy's: the run's seed, after a resume that of the checkpoint
         self._restored = False
         self.restart()
@@ -137,6 +142,7 @@ class Rollouts:
         if self._trainer is not None and self._trainer is not trainer:
             raise ConfigurationError(f"{name}: already belongs to another trainer; give each Trainer its own rollouts")
         before, self._trainer = self._trainer, trainer
+        self.sharing = SharedRollout(trainer.backend.data_rank)
         try:
             self._check(strategy)
             self.begin(trainer)
@@ -152,6 +158,10 @@ class Rollouts:
         if size is not None and self.rows % size:
             rows = f"a rollout of {type(self).__name__} has {self.rows} rows"
             raise refused(strategy, f"{rows}, which do not make whole batches; choose a divisor", "minibatch_size")
+        count = self.sharing.rank.count
+        if (self.rows if size is None else size) % count:
+            of = f"a batch of {self.rows} rows" if size is None else "a batch"
+            raise refused(strategy, f"{count} processes cannot share {of} evenly; choose a multiple", "minibatch_size")
 
     @property
     def trainer(self) -> PolicyTrainer:
@@ -203,11 +213,13 @@ class Rollouts:
         assert self._rows is not None
         epoch, index = divmod(self._given, self._batches)
         if self._order is None or epoch != self._ordered:
-            self._order, self._ordered = torch.randperm(self.rows), epoch
+            # the same on all ranks
+            keyed = torch.Generator().manual_seed(rng.derive(self.seed, self.rollouts, epoch))
+            self._order, self._ordered = torch.randperm(self.rows, generator=keyed), epoch
         size = self.rows // self._batches
         start = index * size
         self._given += 1
-        return self._batch_of(self._order[start : start + size])
+        return self._batch_of(self.sharing.part_of_batch(self._order[start : start + size]))
 
     def _batch_of(self, indices: Tensor) -> dict[str, Tensor]:
         assert self._rows is not None
@@ -287,7 +299,7 @@ class Rollouts:
         last = self._given == len(self)
         if not last and strategy.target_kl is None:
             return
-        metrics = self.strategy.take_measured() or self._measure()
+        metrics = self._take_measured() or self._measure()
         if last or (strategy.target_kl is not None and metrics["policy/kl"] > strategy.target_kl):
             self._end(metrics)
 
@@ -308,12 +320,24 @@ class Rollouts:
         weight: int | Tensor = 0
         with torch.no_grad(), eval_mode(self.trainer.model):
             for indices in self._order.chunk(self._batches):
-                batch = self.strategy.prepare_batch(self._batch_of(indices))
+                batch = self.strategy.prepare_batch(self._batch_of(self.sharing.part_of_batch(indices)))
                 size = batch.targets["mask"].sum() if "mask" in batch.targets else batch.samples
                 for name, value in self.strategy.compute_metrics(self.act(batch.inputs), batch).items():
                     totals[name] = totals.get(name, 0) + value * size
                 weight = weight + size
-        return {f"policy/{name}": float(total / weight) for name, total in totals.items()}
+        *sums, whole = self.sharing.sums([*map(float, totals.values()), float(weight)])
+        return {f"policy/{name}": total / whole for name, total in zip(totals, sums, strict=True)}
+
+    def _take_measured(self) -> dict[str, float]:
+        """What the pass that trained on the whole rollout has measured, over all processes."""
+        means = self.strategy.take_measured()
+        if not means or not self.sharing.is_shared:
+            return means
+        assert self._order is not None
+        batch = self.strategy.prepare_batch(self._batch_of(self.sharing.part_of_batch(self._order)))
+        weight = float(batch.targets["mask"].sum())
+        *sums, total = self.sharing.sums([*(value * weight for value in means.values()), weight])
+        return {name: value / total for name, value in zip(means, sums, strict=True)}
 
     # ---------------------------------------------------------------------------------------------------------- state
 

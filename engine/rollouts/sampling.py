@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.strategies.language import logits_of
 
@@ -27,11 +26,9 @@ def sampler_of(
     device: torch.device | str = "cpu",
     pad_token: int = 0,
     pad_to: int | None = None,
+    agree: Callable[[bool], bool] | None = None,
 ) -> Sampler:
     """The sampler for a model: its own `sample`, Hugging Face's `generate`, or a loop over tokens.
-
-    All processes of a sharded model have to call it the same number of times. The prompts may differ, but for processes
-    that compute one layer together: a process whose texts have ended computes with the others until all have.
 
     >>> def count(tokens):  # predicts the next number
     ...     return torch.nn.functional.one_hot((tokens + 1) % 10, 10) * 100.0
@@ -43,19 +40,30 @@ def sampler_of(
         device: the model's device.
         pad_token: fills the unused positions of a row.
         pad_to: a fixed length for all calls of the model; None uses the length needed.
+        agree: of a model that is sharded, which all processes have to call equally often: whether a value is true in
+            any of them. A process whose texts have ended computes with the others until all have.
+
+    Raises:
+        ConfigurationError: the model is sharded, and draws its texts itself.
     """
     own = getattr(model, "sample", None)
     if callable(own):
+        if agree is not None:
+            raise ConfigurationError(
+                "its sample() may call the model more often in one process than in another, which would wait for ever; "
+                "leave the model whole in each process, or pass TextRollouts(sampler=...)",
+                "TextRollouts",
+                model=type(model),
+            )
         sampler: Sampler = own
         return sampler
     if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
-        return partial(_generated, model, device, pad_token)
+        return partial(_generated, model, device, pad_token, agree is not None)
 
     def logits_for(tokens: Tensor) -> Array:
         return logits_of(call(model, inputs_of(tokens.to(device))))
 
-    any_runs = partial(_any_process, device) if is_sharded(model) else bool
-    return partial(_token_by_token, logits_for, any_runs, pad_token, pad_to)
+    return partial(_token_by_token, logits_for, pad_token, pad_to, agree or bool)
 
 
 # Some models have their own generation settings, and the default keeps only the 50 most likely tokens. Either would
@@ -93,6 +101,7 @@ def _generated(
     model: Any,
     device: torch.device | str,
     pad_token: int,
+    in_step: bool,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -105,23 +114,24 @@ def _generated(
     seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     known = vars(model.generation_config)
     options = {name: value for name, value in _PLAIN.items() if name in known}
+    options |= {"temperature": temperature} if temperature else {"do_sample": False}
     found = model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(seen, device=device),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad_token,
         eos_token_id=end_token,
-        synced_gpus=is_sharded(model),
-        **{**options, **({"temperature": temperature} if temperature else {"do_sample": False, "temperature": 1.0})},
+        synced_gpus=in_step,
+        **options,
     )
     return [_until(row, end_token) for row in found[:, length:].tolist()]
 
 
 def _token_by_token(
     logits_for: Callable[[Tensor], Array],
-    any_runs: Callable[[Tensor], bool],
     pad_token: int,
     pad_to: int | None,
+    continues: Callable[[bool], bool],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -137,7 +147,7 @@ def _token_by_token(
     running = torch.ones(len(prompts), dtype=torch.bool)
     ends = lengths + max_new_tokens
     everyone = torch.arange(len(prompts))
-    while any_runs(running.any()):
+    while continues(bool(running.any())):
         # with a fixed length, leave out the last position as in training: one shape less to compile for
         logits = logits_for(texts[:, : int(lengths.max()) if pad_to is None else -1])
         last = logits[everyone.to(logits.device), (lengths - 1).to(logits.device)].float() / temperature
@@ -151,13 +161,6 @@ def _token_by_token(
         text[len(prompt) : length].tolist()
         for text, prompt, length in zip(texts, prompts, lengths.tolist(), strict=True)
     ]
-
-
-def _any_process(device: torch.device | str, runs: Tensor) -> bool:
-    """Whether any process still draws: each layer of a sharded model is computed by all of them."""
-    found = runs.to(device, torch.float32)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return bool(found)
 
 
 def _until(tokens: list[int], end_token: int | None) -> list[int]:

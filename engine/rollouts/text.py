@@ -12,6 +12,7 @@ from torch import Tensor
 from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused, shortened
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
 from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
@@ -95,6 +96,8 @@ class TextRollouts(Rollouts):
         self._sampler, self._longest = sampler, longest
         super().__init__()
 
+    shares_ranks = True
+
     @property
     def rows(self) -> int:
         return self.prompts_per_rollout * self.strategy.group_size
@@ -123,9 +126,14 @@ class TextRollouts(Rollouts):
                 kl_coef=strategy.kl_coef,
                 reference=None,
             )
+        count = self.sharing.rank.count
+        if self.prompts_per_rollout % count:
+            given = {"prompts_per_rollout": self.prompts_per_rollout}
+            raise ConfigurationError(f"{count} processes cannot share them evenly", "TextRollouts", **given)
         if self._sampler is None:
+            agree = self.sharing.any if is_sharded(trainer.model) else None
             self._sampler = sampler_of(
-                trainer.model, trainer.strategy.model_inputs, trainer.backend.device, self.pad_token, self.pad_to
+                trainer.model, trainer.strategy.model_inputs, trainer.backend.device, self.pad_token, self.pad_to, agree
             )
 
     def _next_prompts(self) -> list[list[int]]:
@@ -143,8 +151,14 @@ class TextRollouts(Rollouts):
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         prompts = [prompt for prompt in self._next_prompts() for _ in range(self.strategy.group_size)]
-        completions = self._completions(prompts)
-        rewards = self._rewards(prompts, completions)
+        if self.sharing.is_shared:
+            rng.seed_step(rng.derive(self.seed, self.sharing.rank.rank, self.rollouts))
+        with self.sharing.alone():
+            mine = self.sharing.part(prompts)
+            found = self._completions(mine)
+            paid = self._rewards(mine, found)
+        completions = self.sharing.whole(found)
+        rewards = torch.tensor(self.sharing.whole(paid.tolist()), dtype=torch.float32)
         texts = [
             {"input_ids": [*prompt, *completion], "labels": [IGNORED] * len(prompt) + list(completion)}
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -218,7 +232,8 @@ class TextRollouts(Rollouts):
         strategy, one_pass = self.strategy, self.trains_in_one_pass
         if one_pass and not strategy.has_reference:
             return {}
-        for rows in tokens.split(strategy.minibatch_size or _SCORED):
+        mine = tokens[self.sharing.part(range(len(tokens)))]
+        for rows in mine.split(strategy.minibatch_size or _SCORED):
             inputs, follow = strategy.model_inputs(rows[:, :-1]), rows[:, 1:]
             outputs = None if one_pass else self.act(inputs)
             if not one_pass:
@@ -228,7 +243,7 @@ class TextRollouts(Rollouts):
                 found.setdefault("reference_log_probs", []).append(reference)
             if strategy.needs_values:
                 found.setdefault("values", []).append(values_of(outputs, follow.shape).float())
-        return {name: torch.cat(parts) for name, parts in found.items()}
+        return self.sharing.whole_rows({name: torch.cat(parts) for name, parts in found.items()})
 
 
 def _token_numbers(prompts: Sequence[Sequence[int]]) -> list[list[int]]:

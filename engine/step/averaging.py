@@ -148,7 +148,10 @@ class WeightAverage:
         return {
             "number_averaged": self.number_averaged,
             "buffers_kept": self.buffers_kept,
-            "weights": {name: tensor.to("cpu", copy=True) for name, tensor in self._weights.items()},
+            "weights": {
+                name: tensor if tensor.is_meta else tensor.to("cpu", copy=True)
+                for name, tensor in self._weights.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.distributed.ranks import DataRank, ranks
+from pulsetrain.engine.distributed.ranks import DataRank, VirtualRanks, ranks
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
@@ -55,6 +55,9 @@ class Backend(Protocol):
     skips_updates: bool = False
     """Whether an update may be skipped on the device (an fp16 overflow), so that `skipped_updates` has to be asked."""
 
+    builds_model: bool = False
+    """Whether the model is a description, of which `make_store` makes what each process holds."""
+
     device: torch.device
     """The device of the tensors that `to_torch` returns."""
 
@@ -62,6 +65,11 @@ class Backend(Protocol):
     def data_rank(self) -> DataRank:
         """Which share of each global batch this process computes; by default, each process has one."""
         return DataRank(*ranks())
+
+    @property
+    def virtual_ranks(self) -> VirtualRanks | None:
+        """Whose shares of each global batch this process computes, where virtual ranks share it; see `Topology`."""
+        return None
 
     @property
     def batch_device(self) -> torch.device:

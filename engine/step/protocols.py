@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array, describe_array, is_array
+from pulsetrain.engine.step.memory_settings import ActivationCheckpointing, ActivationOffload, OptimizerOffload
 
 __all__ = [
     "AlternatingStrategy",
@@ -105,7 +106,9 @@ class BackendSettings:
     device: str | torch.device = "auto"
     precision: str = "fp32"
     compile: bool = False
-    activation_checkpointing: str | None = None
+    activation_checkpointing: str | ActivationCheckpointing | None = None
+    activation_offload: ActivationOffload | None = None
+    optimizer_offload: OptimizerOffload | None = None
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     seed: int = 0
@@ -201,7 +204,8 @@ class BindsModel(Protocol):
     """A strategy that is shown the model.
 
     It is refused for a model of which each process holds a part, unless it has an attribute `takes_shards` that is
-    true: then it calls the model as a whole, in all processes alike.
+    true: then it calls the model as a whole, in all processes alike. For a pipeline, the attribute is
+    `takes_pipelines`: the strategy calls the model without gradients alone, and makes no copy of it.
     """
 
     def bind(self, model: nn.Module, backend: object) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.arrays import Array, has_values, on_host, require_tensor
+from pulsetrain.engine.arrays import Array, has_values, masked_mean, on_host, require_tensor
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import check_first_batch, cross_entropy, get_loss
@@ -236,7 +236,7 @@ class NextTokenStrategy(LanguageStrategy):
         ConfigurationError: an option is unknown.
     """
 
-    takes_shards = True  # it calls the model as a whole
+    takes_shards = takes_pipelines = True  # it calls the model as a whole
 
     def __init__(self, loss_options: Mapping[str, object] | None) -> None:
         super().__init__()
@@ -244,6 +244,7 @@ class NextTokenStrategy(LanguageStrategy):
         self._loss = get_loss("cross_entropy", **options)
         # whether the loss is only the cross entropy, so that perplexity and bits per byte follow from it
         self._plain = not any(options.get(name) for name in ("label_smoothing", "z_loss"))
+        self._is_mean = self._plain and options.get("ignore_index", IGNORED) == IGNORED
 
     def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
         """Rejects tokens outside the vocabulary; it waits for the device.
@@ -259,9 +260,15 @@ class NextTokenStrategy(LanguageStrategy):
         check_first_batch(self._loss, logits_of(outputs), batch.targets)
 
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
-        """The cross entropy in nats per trained token, shape ()."""
+        """The cross entropy in nats per trained token, shape ().
+
+        Outputs with a method `token_losses(targets)`, whose logits may be split over processes, compute it of each
+        token themselves, if the loss is only that.
+        """
         if check:
             self.check_batch(outputs, batch)
+        if self._is_mean and hasattr(outputs, "token_losses"):
+            return masked_mean(outputs.token_losses(batch.targets), batch.targets != IGNORED)
         return self._loss(logits_of(outputs), batch.targets)
 
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Array]:

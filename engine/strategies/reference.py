@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.shards import is_shard
 from pulsetrain.engine.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from pulsetrain.engine.losses.tokens import token_log_probs
 from pulsetrain.engine.step.model_call import call, eval_mode
@@ -81,10 +83,18 @@ class Reference:
             if callable(switched_off):
                 self._model, self._switched_off = policy, switched_off
             else:
-                self._model = copy.deepcopy(policy).requires_grad_(False)
+                copied = getattr(backend, "frozen_copy", None)
+                self._model = copied(policy) if callable(copied) else copy.deepcopy(policy).requires_grad_(False)
         self._device = getattr(backend, "batch_device", None)
-        if isinstance(self._model, nn.Module) and self._model is not policy and self._device is not None:
-            self._model.to(self._device)
+        if isinstance(self._model, nn.Module) and self._model is not policy:
+            if self._device is not None:
+                self._model.to(self._device)
+            if is_sharded(self._model):
+                self._digest = _digest(self._model)  # now, since all processes have to take part
+
+    def copies(self, policy: nn.Module) -> bool:
+        """Whether `bind` will copy this policy."""
+        return self.given == "copy" and not callable(getattr(policy, "disable_adapter", None))
 
     def _refuse_what_learns(self, policy: nn.Module) -> None:
         if not isinstance(self.given, nn.Module):
@@ -172,6 +182,11 @@ class WithReference(LanguageStrategy):
     """Base class of the strategies with a reference model."""
 
     _reference: Reference
+    takes_shards = True  # it calls the model as a whole
+
+    def copies_model(self, model: nn.Module) -> bool:
+        """Whether the reference is a copy of the model, which is then split over processes as the model is."""
+        return self._reference.copies(model)
 
     def bind(self, model: nn.Module, backend: object = None) -> None:
         """Reads the model's limits, and copies the model as the reference if "copy" was given.
@@ -201,7 +216,8 @@ def _torch(array: Array) -> Tensor:
 
 def _digest(model: nn.Module) -> str:
     found = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, value in sorted(model.state_dict().items()):
+        tensor = value.full_tensor() if is_shard(value) else value  # type: ignore[attr-defined]  # of a DTensor
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()

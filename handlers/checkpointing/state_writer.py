@@ -15,10 +15,12 @@ from pulsetrain.engine.checkpoint import CheckpointManager, Form, Location
 from pulsetrain.engine.checkpoint.disk import sync
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.joining import busy
+from pulsetrain.engine.distributed.ranks import is_pipelined
 from pulsetrain.engine.distributed.saved_shards import in_pieces
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import is_training_run
+from pulsetrain.handlers.checkpointing.saved_layers import of_all_layers
 from pulsetrain.handlers.checkpointing.shared_save import SharedSave
 
 __all__ = ["Save", "SavedEngine", "StateWriter", "Write"]
@@ -78,7 +80,10 @@ class StateWriter:
     def state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
         """The state as this process saves it; where several save together, all call this."""
         with engine.sharing() if self.control is not None and is_training_run(engine) else nullcontext():
-            return self.own_state_of(engine)
+            state = self.own_state_of(engine)
+        if self.control is None or not is_pipelined(getattr(engine, "model", None)):
+            return state
+        return of_all_layers(self.control, state)
 
     def own_state_of(self, engine: SavedEngine) -> Mapping[str, Any]:
         """The state without what the other processes alone know."""

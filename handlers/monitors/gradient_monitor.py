@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_type, check_whole_number
 from pulsetrain.engine.backends.module_view import reading_once
+from pulsetrain.engine.backends.pipeline import Pipeline, pipeline_of
 from pulsetrain.engine.distributed.shards import holders_of, local, norms_of_wholes
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.optimizers import NamedOptimizers
@@ -93,6 +94,7 @@ class GradientMonitor(Handler):
         self._norms: dict[str, float] = {}  # published with the ratios, after the update
         self._counts: dict[str, int] = {}  # updates of each of several optimizers
         self._holders: dict[str, list[_Groups]] = {}  # of each tensor's parts, where several processes share the model
+        self._pipeline: Pipeline | None = None  # those of which each has some layers
 
     def attach(self, engine: Engine) -> Self:
         """Measure this engine's gradients, in phase OBSERVE of GRADIENTS_READY.
@@ -139,7 +141,8 @@ class GradientMonitor(Handler):
         self._before, self._norms = None, {}  # left by an update that failed
         model = self.model if self.model is not None else attribute(engine, "model", nn.Module)
         groups = self._groups(model, owned) if model is not None else {}
-        if not groups:
+        self._pipeline = pipeline_of(model)
+        if not groups and self._pipeline is None:
             return
         gradients = {name: [local(_values(parameter.grad)) for parameter in each] for name, each in groups.items()}
         self._holders = {name: [holders_of(parameter) for parameter in each] for name, each in groups.items()}
@@ -148,15 +151,15 @@ class GradientMonitor(Handler):
             for name, parts in gradients.items():
                 found[name].append(_histogram(parts, self.bins))
         host = _to_host(found)
-        norms = {name: values[0] for name, values in host.items()}
+        norms = self._of_all({name: values[0] for name, values in host.items()})
         chosen = _largest(norms, self.top)
-        norms = {name: norms[name] for name in groups if name in chosen}
+        norms = {name: value for name, value in norms.items() if name in chosen}
         for name in norms if self.histograms else ():
             least, greatest, *counts = host[name][1:]
             publish_media(engine, f"grad/{name}", "histogram", _counted(counts, least, greatest))
         if self.updates:
             self._norms = norms
-            held = {name: [local(each.detach()) for each in groups[name]] for name in norms}
+            held = {name: [local(each.detach()) for each in groups[name]] for name in norms if name in groups}
             self._before = {name: [(each, each.clone()) for each in parts] for name, parts in held.items()}
         else:
             publish(engine, {f"grad_norm/{name}": value for name, value in norms.items()})
@@ -174,10 +177,13 @@ class GradientMonitor(Handler):
         added = self._norms_of({name: [old for _, old in each] for name, each in before.items()})
         host = _to_host({name: [added[name], was[name]] for name in before})
         metrics = {f"grad_norm/{name}": value for name, value in norms.items()}
-        for name, (difference, size) in host.items():
-            if size > 0.0:  # otherwise the ratio is undefined
-                metrics[f"update_ratio/{name}"] = difference / size
-        publish(engine, metrics)
+        # of a size of 0 the ratio is undefined
+        ratios = {f"update_ratio/{name}": change / size for name, (change, size) in host.items() if size > 0.0}
+        publish(engine, metrics | self._of_all(ratios))
+
+    def _of_all(self, values: dict[str, float]) -> dict[str, float]:
+        """Those of all layers, where several processes have some of them each."""
+        return values if self._pipeline is None else self._pipeline.merged(values)
 
     def _groups(self, model: nn.Module, owned: set[int] | None) -> dict[str, list[nn.Parameter]]:
         """The parameters with a gradient, by the names under which they are published; only those with these ids."""

@@ -197,7 +197,8 @@ def _of_transformers(
 ) -> list[int]:
     """What a model of transformers writes, up to the token that ends a text; it draws from torch's own generators."""
     end = model.generation_config.eos_token_id
-    sample = sampler_of(model, lambda tokens: tokens, next(model.parameters()).device)
+    agree = bool if is_sharded(model) else None  # all processes have the same prompt
+    sample = sampler_of(model, lambda tokens: tokens, next(model.parameters()).device, agree=agree)
     return sample([list(prompt)], length, temperature=temperature, end_token=end if isinstance(end, int) else None)[0]
 
 

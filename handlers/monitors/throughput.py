@@ -205,7 +205,7 @@ class Throughput(Handler):
             peak = self._peak(engine)
             if peak is not None:
                 backend = attribute(engine, "backend", object)
-                recomputes = attribute(backend, "activation_checkpointing", str) is not None
+                recomputes = attribute(backend, "activation_checkpointing", object) is not None
                 share = "hfu" if recomputes and self.flops_per_sample is None else "mfu"
                 metrics[f"throughput/{share}"] = flops / seconds / peak
         publish(engine, metrics, measured=True)

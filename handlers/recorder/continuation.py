@@ -13,6 +13,7 @@ from pulsetrain.engine.recording import EventLog, LogWriter
 from pulsetrain.engine.recording.log.places import last_in_common, place_after
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.engine.recording.replay.source import Source
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 from pulsetrain.handlers.recorder.log_session import LogSession
 from pulsetrain.handlers.recorder.resume_check import ResumeCheck, say_nothing_to_compare
 
@@ -71,10 +72,13 @@ class Continuation:
             log.on_disk(writer.restore_seams, map(tuple, saved.get("seams", ())), event.time_ns)
             log.bus.continue_after(writer.last_seq)
         if is_in_log and is_of_this_run:
-            if (saved.get("shares") or self.shares) != self.shares:
+            shares = saved.get("shares") or self.shares
+            if _without_processes(shares) != _without_processes(self.shares):
                 self._say_nothing_to_compare("other processes compute it now, each with its own share of a batch")
             elif not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
                 log.check = ResumeCheck.of_log(log.read(), saved["seq"], event.engine, is_training_run(engine))
+                if log.check is not None and shares != self.shares:
+                    log.check.leave_out(FingerprintEvents.BATCH_FINGERPRINTED.value)  # of a process's shares
                 if log.check is None:
                     self._say_nothing_to_compare("the log holds no event after the checkpoint")
             log.rewind(saved["seq"], saved["ord"], event.time_ns)
@@ -160,8 +164,18 @@ class Continuation:
 
 
 def shares_of(engine: object) -> list[object]:
-    """How many processes share a batch, and whether they share the model, too: what each loss is the mean over."""
-    return [ranks().world_size, is_training_run(engine) and is_sharded(engine.model)]
+    """How many processes share a batch, and whether they share the model, too: what each loss is the mean over.
+
+    With virtual ranks, a loss is that of the global batch: their number is the third entry.
+    """
+    virtual = engine.backend.virtual_ranks if is_training_run(engine) else None
+    found: list[object] = [ranks().world_size, is_training_run(engine) and is_sharded(engine.model)]
+    return found if virtual is None else [*found, virtual.total]
+
+
+def _without_processes(shares: object) -> object:
+    """What losses depend on: with virtual ranks, not on the number of processes."""
+    return shares[1:] if isinstance(shares, list) and len(shares) > 2 else shares
 
 
 def attempt_of(engine: Engine) -> str:

@@ -180,6 +180,8 @@ def _words(bits: Tensor) -> Iterator[Tensor]:
 def _bits(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor's values as integers with the same bits; of a sparse tensor, its indices and its values."""
     tensor = local(tensor.detach())
+    if tensor.is_meta:  # another process has its values
+        return
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()
         parts = [tensor.indices(), tensor.values()]

@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -125,13 +125,22 @@ def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run:
         start["rewinds"] = engine.rewinds
         start["left_out"] = [list(each) for each in engine.data.left_out_since]
     if is_training_run(engine) and engine.processes:
-        start["processes"] = [dict(each) for each in engine.processes]
+        start["processes"] = _listed(engine.processes)
     there = read_run_file(folder)
     if there and there.get("environment") != facts["environment"]:
         start["environment"] = facts["environment"]
     facts |= there
     starts = facts["starts"] if isinstance(facts["starts"], list) else []
     _write(folder, {**facts, "starts": [*starts, start]})
+
+
+def _listed(processes: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The processes by rank; the environment of one only if it is not that of the first: there may be thousands."""
+    usual = processes[0].get("environment")
+    return [
+        {name: value for name, value in each.items() if not rank or name != "environment" or value != usual}
+        for rank, each in enumerate(processes)
+    ]
 
 
 def _write(folder: Path, facts: RunFacts) -> None:

@@ -68,6 +68,8 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "training.device": None,
     "training.compile": ("false", "true"),
     "training.activation_checkpointing": None,
+    "training.activation_offload": ("host",),
+    "training.optimizer_offload": ("disk", "host"),
     "training.seed": None,
     "training.skip_batches": None,
     "training.validate_every": None,

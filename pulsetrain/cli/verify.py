@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launch(how: Launch, run: Path, arguments: argparse.Namespace) -> int:
-    """Verify in as many processes as the run had."""
+    """Verify in several processes."""
     if "launch.min_nproc" in arguments.settings:
         raise ConfigurationError(
-            "--launch.min_nproc: a run is repeated by as many processes as have trained it, never fewer; leave it out"
+            "--launch.min_nproc: a run is repeated by as many processes as --launch.nproc says; leave it out"
         )
     check_request(run, arguments.first, arguments.last, how.nproc)
     words = ["verify", str(run)]

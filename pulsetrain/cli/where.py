@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pulsetrain.cli.reports import OK, until_closed
-from pulsetrain.engine.recording.diff.result import describe_event
+from pulsetrain.engine.recording.diff.result import describe_event, spans
 from pulsetrain.engine.recording.where import Position, positions, stragglers
 
 __all__ = ["run"]
+
+_FEW = 16  # processes that are each shown separately
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,12 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(found: Sequence[Position], last: Sequence[Position]) -> list[str]:
-    now = time.time()
     lines = []
-    for each in found:
-        event = each.event
-        when = "the run has ended" if each.ended else f"{max(now - event.t / 1e9, 0.0):,.0f} s ago, {each.activity}"
-        lines.append(f"rank {each.rank}  {describe_event(event)}: {when}")
+    for group in _groups(found, last):
+        each, who = group[0], "rank" if len(group) == 1 else "ranks"
+        when = "the run has ended" if each.ended else f"{_ago(group)}, {each.activity}"
+        lines.append(f"{who} {spans([one.rank for one in group])}  {describe_event(each.event)}: {when}")
         if each.stall is not None and not each.ended:
             lines += [f"          {frame}" for frame in each.stall.stack[:5]]
     if not last:
@@ -42,8 +43,25 @@ def _lines(found: Sequence[Position], last: Sequence[Position]) -> list[str]:
     return lines
 
 
+def _groups(found: Sequence[Position], last: Sequence[Position]) -> Iterable[list[Position]]:
+    """Those that are shown together: of many processes, the ones with the same event and place in the code."""
+    groups: dict[object, list[Position]] = {}
+    for each in found:
+        is_shown = len(found) <= _FEW or (len(last) <= _FEW and each in last)
+        same = each.rank if is_shown else (describe_event(each.event), each.activity, each.ended, each.place)
+        groups.setdefault(same, []).append(each)
+    return groups.values()
+
+
+def _ago(group: Sequence[Position]) -> str:
+    now = time.time()
+    ages = [max(now - each.event.t / 1e9, 0.0) for each in group]
+    least, most = (f"{age:,.0f}" for age in (min(ages), max(ages)))
+    return f"{least} s ago" if least == most else f"{least} to {most} s ago"
+
+
 def _who_lags(found: Sequence[Position], last: Sequence[Position]) -> str:
-    names = ", ".join(str(each.rank) for each in last)
+    names = spans([each.rank for each in last])
     who = f"rank {names}" if len(last) == 1 else f"ranks {names}"
     if len(last) == len(found):
         return "all processes are equally far"

@@ -33,7 +33,12 @@ STRATEGIES: dict[str, Factory] = {
     **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
     **shipped_strategies.STRATEGIES,
 }
-BACKENDS: dict[str, Factory] = {"TorchBackend": TorchBackend, "JaxBackend": JaxBackend, **backends.BACKENDS}
+BACKENDS: dict[str, Factory] = {
+    "TorchBackend": TorchBackend,
+    "JaxBackend": JaxBackend,
+    "MegatronBackend": backends.MegatronBackend,
+    **backends.BACKENDS,
+}
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,8 @@ def _backend(config: Mapping[str, Any]) -> Any:
 def with_run_folder(training: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """A copy of the training section, with the run folder where a setting needs it."""
     settings = deepcopy(dict(training))  # some are changed in place when their objects are made
-    if settings.get("save_every_n_epochs") is not None and settings.get("run_dir") is None:
+    needs = any(settings.get(name) is not None for name in ("save_every_n_epochs", "optimizer_offload"))
+    if needs and settings.get("run_dir") is None:
         settings["run_dir"] = folder
     return settings
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -227,6 +227,8 @@ def _words_of(kind: object) -> Iterator[str]:
         yield from (str(choice) for choice in typing.get_args(kind))
     elif kind in WORDS:
         yield WORDS[kind]
+    elif origin is Callable:
+        yield "the import path of a function"
     elif not inspect.isclass(origin):
         yield ""
     elif issubclass(origin, Mapping):

@@ -21,6 +21,9 @@ _BACKEND = {"precision": "training.precision", "device": "training.device"}
 _SETTINGS: dict[str, dict[str, str]] = {
     "": {name: f"training.{name}" for name in ("device", "activation_checkpointing")},
     "Accumulate": {"*": "training.accumulate.*"},
+    "ActivationCheckpointing": {"*": "training.activation_checkpointing.*"},
+    "ActivationOffload": {"*": "training.activation_offload.*"},
+    "OptimizerOffload": {"*": "training.optimizer_offload.*"},
     "Topology": {"*": "parallel.*"},
     "Precision": {**_BACKEND, "name": "training.precision"},
     "TorchBackend": _BACKEND,

@@ -15,8 +15,7 @@ __all__ = ["MODULES", "current_module", "current_path"]
 _MOVED = {
     "pulsetrain.engine.events": "engine.bus engine.cadence engine.payloads engine.state engine.subscription",
     "pulsetrain.engine.data": "engine.chat engine.rng engine.sequences",
-    "pulsetrain.engine.step": "engine.accumulation engine.averaging engine.gradients engine.precision engine.protocols "
-    "engine.memory.activations",
+    "pulsetrain.engine.step": "engine.accumulation engine.averaging engine.gradients engine.precision engine.protocols",
     "pulsetrain.engine.backends": "engine.core",
     "pulsetrain.engine.checkpoint": "engine.snapshot",
 }

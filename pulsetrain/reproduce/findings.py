@@ -33,6 +33,7 @@ class Verification:
     changed: tuple[str, ...] = ()  # environment and settings that differ from run.json: possible causes
     not_compared: tuple[str, ...] = ()  # types of events that only one of the two runs has, such as gradients_ready
     damage: tuple[str, ...] = ()  # of the log: damaged parts were not compared
+    compared: str = ""  # which log, if not that of each process
     unseen: str = ""  # iterations that were asked for and not compared
     rank: int | None = None  # the process, if there are several: the first that differs, or else is not proven
     others: tuple[Verification, ...] = ()  # of the other processes
@@ -72,6 +73,8 @@ class Verification:
             lines.append(f"tensors of checkpoints: {what}")
         else:
             lines = [f"{stretch}{'' if self.rank is None else f', rank {self.rank}'}: {self.outcome}"]
+        if self.compared:
+            lines.append(f"compared: {self.compared}")
         if self.not_compared:
             lines.append(f"not compared, since only one of the two runs has them: {', '.join(self.not_compared)}")
         if self.divergence is not None:

@@ -1,4 +1,4 @@
-"""By how many processes a run was trained: as many have to repeat it."""
+"""By how many processes a run was trained, and how many may repeat it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.reader import logged_ranks
 from pulsetrain.engine.recording.log.run_file import read_run_file
 
-__all__ = ["Stretch", "check_processes", "processes_after", "processes_of"]
+__all__ = ["Stretch", "check_processes", "processes_after", "processes_of", "virtual_ranks_of"]
 
 
 class Stretch(NamedTuple):
@@ -59,14 +59,28 @@ def processes_after(run: Path, iteration: int) -> int:
     return [each.processes for each in processes_of(run) if each.first <= iteration + 1][-1]
 
 
-def check_processes(run: Path, first: int, last: int | None, here: int) -> None:
-    """Refuse to repeat iterations by more or fewer processes than have trained them.
+def virtual_ranks_of(run: Path) -> int | None:
+    """How many virtual ranks a run has, whose results do not depend on the number of processes; None without them.
+
+    Args:
+        run: the run folder.
+    """
+    environment = read_run_file(run).get("environment")
+    found = environment.get("virtual") if isinstance(environment, Mapping) else None
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def check_processes(run: Path, first: int, last: int | None, here: int) -> list[int]:
+    """Refuse to repeat iterations by more or fewer processes than have trained them, unless virtual ranks share them.
 
     Args:
         run: the run folder.
         first: the first iteration.
         last: the last one; None for all that follow.
         here: the number of processes.
+
+    Returns:
+        The numbers of processes that have trained these iterations.
 
     Raises:
         ConfigurationError: it differs, or differs between these iterations; the message has both numbers and a command.
@@ -76,6 +90,14 @@ def check_processes(run: Path, first: int, last: int | None, here: int) -> None:
         for each in processes_of(run)
         if (each.last is None or each.last >= first) and (last is None or each.first <= last)
     ]
+    virtual = virtual_ranks_of(run)
+    if virtual is not None:
+        if virtual % here:
+            raise ConfigurationError(
+                f"verify({run}): {_processes(here)} cannot share the run's {virtual} virtual ranks evenly; start "
+                f"{found[-1].processes}: {_command(run, found[-1].processes)}"
+            )
+        return [each.processes for each in found]
     for before, after in pairwise(found):
         raise ConfigurationError(
             f"verify({run}): {before} were trained by {_processes(before.processes)}, and {after} by "
@@ -88,6 +110,7 @@ def check_processes(run: Path, first: int, last: int | None, here: int) -> None:
                 f"verify({run}): the run was trained by {_processes(each.processes)}, and {_processes(here)} would "
                 f"repeat it, with other shares of each batch; start {each.processes}: {_command(run, each.processes)}"
             )
+    return [each.processes for each in found]
 
 
 def _processes(count: int) -> str:

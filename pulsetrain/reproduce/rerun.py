@@ -29,7 +29,7 @@ from pulsetrain.handlers import (
     Throughput,
     TimeLimit,
 )
-from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerprint_of
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents, StateFingerprint, fingerprint_of
 from pulsetrain.handlers.recorder.resume_check import OPTIONAL
 from pulsetrain.reproduce.tensor_check import TensorCheck
 from pulsetrain.trainer import Trainer
@@ -102,6 +102,8 @@ class Rerun:
         folder: for the files of handlers.
         checkpoint: the checkpoint to load; None for the beginning of the run.
         run: the run folder; its rewinds count here, and batches that it left out after them are left out, too.
+        alike: whether as many processes have recorded the run. Else the log of rank 0 counts for all of them, and
+            digests of batches, of which a process has its shares, are not compared.
 
     Raises:
         ConfigurationError: `build` did not make a Trainer with an EventRecorder.
@@ -109,7 +111,13 @@ class Rerun:
     """
 
     def __init__(
-        self, build: Callable[..., Trainer], folder: Path, checkpoint: Location | None, run: Path | None = None
+        self,
+        build: Callable[..., Trainer],
+        folder: Path,
+        checkpoint: Location | None,
+        run: Path | None = None,
+        *,
+        alike: bool = True,
     ) -> None:
         trainer = build(folder) if _takes_a_folder(build) else build()
         if not isinstance(trainer, Trainer):
@@ -132,9 +140,9 @@ class Rerun:
         self.start = self.end = 0  # iterations
         self._stops: set[int] = set()  # iterations after which the recorded run ended and was resumed
         self.cut_short = False  # whether all processes have ended since one differs
-        self._control = trainer.agreement.control
+        self._control, self._alike = trainer.agreement.control, alike
         if run is not None:
-            self.recorder.repeat(EventLog(run, self.recorder.rank), resumed=checkpoint is not None)
+            self.recorder.repeat(EventLog(run, self.recorder.rank if alike else 0), resumed=checkpoint is not None)
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
             self.start = self.end = trainer.state.iteration
@@ -173,6 +181,8 @@ class Rerun:
 
         shared = self._control.is_shared
         self.check = EventCheck(iter(expected), OPTIONAL) if shared else _TerminatingCheck(expected, trainer)
+        if not self._alike:
+            self.check.leave_out(FingerprintEvents.BATCH_FINGERPRINTED.value)
         if not any(self._control.gather(self.check.waiting or expected.end is not None)):
             return
         self.recorder.resume_check = self.check

@@ -13,7 +13,7 @@ from pulsetrain.engine import CheckpointError, Events, Phase
 from pulsetrain.engine.checkpoint import Location, find_checkpoints, load_checkpoint
 from pulsetrain.engine.checkpoint.pieces import StoredTensor
 from pulsetrain.engine.checkpoint.reader import step_of
-from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.ranks import is_pipelined, is_sharded
 from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.distributed.shards import is_shard, local
 from pulsetrain.state.older_formats import upgrade
@@ -93,7 +93,9 @@ class TensorCheck:
         if control.ranks.is_main or is_sharded(trainer.model):
             try:
                 saved = self._read(step, path)
-                difference = _difference(saved, trainer.checkpoint_state(), self._repeated())
+                now = trainer.checkpoint_state()
+                saved = _of_layers(saved, now) if is_pipelined(trainer.model) else saved
+                difference = _difference(saved, now, self._repeated())
             except CheckpointError as error:  # nothing to compare with
                 found, moment = f"iteration {step}: {error}", _UNREADABLE
             else:
@@ -148,11 +150,20 @@ def _difference(saved: Mapping[str, Any], now: Mapping[str, Any], repeated: Coll
     return next((each for part in parts for each in _differences(part, saved[part], now.get(part))), None)
 
 
+def _of_layers(saved: Any, now: Any) -> Any:
+    """What was saved of the layers that this process has."""
+    if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
+        return saved
+    return {key: _of_layers(each, now[key]) for key, each in saved.items() if key in now}
+
+
 def _differences(name: str, saved: object, now: object) -> Iterator[str]:
     """The tensors that differ, in the order of the saved ones; then those that are only there now.
 
     Other values are not compared: a handler may keep measured times, paths and names of a run.
     """
+    if isinstance(now, torch.Tensor) and now.is_meta:  # another process compares it
+        return
     if is_shard(now):
         saved, now = local(sharded_like(saved, now)), local(now)
     elif isinstance(saved, StoredTensor):

@@ -23,10 +23,11 @@ from pulsetrain.engine.data.loaders import (
     length_of,
     order_seed,
 )
+from pulsetrain.engine.data.virtual_loader import VirtualLoader
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
-from pulsetrain.engine.distributed.ranks import DataRank, gives_all_ranks_the_same, ranks
+from pulsetrain.engine.distributed.ranks import DataRank, VirtualRanks, check_virtual, gives_all_ranks_the_same, ranks
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.loader_parts import LoaderParts
@@ -74,6 +75,7 @@ class DataCursor:
         control: joins several processes; all of them begin and resume their passes at the same time.
         same_number: see `AgreedPass`.
         rank: of several processes, which share of each batch is this one's.
+        virtual: the virtual ranks whose shares of each batch this process computes.
     """
 
     passes: int
@@ -104,8 +106,9 @@ class DataCursor:
         control: ControlGroup | None = None,
         same_number: str = "",
         rank: DataRank | None = None,
+        virtual: VirtualRanks | None = None,
     ) -> None:
-        self.rank = rank or DataRank(*ranks())
+        self.rank, self._virtual = rank or DataRank(*ranks()), virtual
         self.seed, self._chosen = seed, chosen
         self._control, self._same_number = control, same_number
         self.agreed: AgreedPass | None = None  # the current pass, where the ranks have to agree on its end
@@ -244,7 +247,9 @@ class DataCursor:
         """What the ranks know of a pass that begins or continues, if they may get other numbers of batches."""
         self.agreed, self._agreed_over = None, loader
         if self._control is not None and self._control.is_shared and length_of(loader) is None:
-            self.agreed = AgreedPass(self._control, self._same_number)
+            hold_parts = self.rank.count < ranks().world_size
+            alike = "those that hold one copy of the model have to get the same batches" if hold_parts else ""
+            self.agreed = AgreedPass(self._control, self._same_number or alike)
         return self.agreed
 
     def _iterate(self, loader: Iterable[object], at_position: Callable[[], None] | None = None) -> Iterator[object]:
@@ -297,6 +302,8 @@ class DataCursor:
             loader._iterator = None
 
     def _keyed_loader(self, loader: object) -> KeyedLoader | None:
+        if self._virtual is not None:
+            check_virtual(loader, self._virtual.total)
         if not can_be_keyed(loader):
             return None
         seed = self._seed_of(loader)
@@ -306,8 +313,14 @@ class DataCursor:
             here = self.rank
             shared = here.count > 1 and gives_all_ranks_the_same(loader, here.count)
             look = self._watch.look if loader.num_workers else None
-            self._keyed = loader, KeyedLoader(loader, seed, look, (here.rank, here.count) if shared else None)
-        return self._keyed[1]
+            if self._virtual is not None:
+                self._keyed = loader, VirtualLoader(loader, seed, look, *self._virtual, self.seed)
+            else:
+                self._keyed = loader, KeyedLoader(loader, seed, look, (here.rank, here.count) if shared else None)
+        made = self._keyed[1]
+        if isinstance(made, VirtualLoader):
+            made.run_seed = self.seed
+        return made
 
     def changed_in_workers(self) -> set[str]:
         """The attributes of the dataset and the `collate_fn` that have changed in a worker, unsaved."""
@@ -355,6 +368,7 @@ class DataCursor:
             "left_out": [list(each) for each in self.left_out_since],
             "rewinds": self.rewinds,
             "skips": [list(each) for each in self._skips if each[0] <= self.trained],
+            "virtual": self._virtual and self._virtual.total,
         }
         state.update({name: value for name, value in optional.items() if value})
         if self._order_seed not in (None, self.seed):
@@ -395,12 +409,19 @@ class DataCursor:
         return self._anchor if before is None else LoaderState(before(ahead), self._given - ahead)
 
     def check_state_dict(self, state: StateDict) -> None:
-        """Refuse an incomplete state.
+        """Refuse an incomplete state, or one whose batches were divided otherwise.
 
         Raises:
-            CheckpointError: it lacks a field.
+            CheckpointError: it lacks a field, or was made with another number of virtual ranks.
         """
         require("data", state, _FIELDS)
+        saved, here = state.get("virtual"), self._virtual and self._virtual.total
+        if saved != here:
+            raise CheckpointError(
+                f"the run began with {_virtual_ranks(saved)}, and this trainer has {_virtual_ranks(here)}; the number "
+                "decides what dropout and augmentations draw; resume with that of the checkpoint, by "
+                + ("a topology without them" if saved is None else f"Topology(virtual={saved}, reduction='tree')")
+            )
 
     def load_state_dict(self, state: StateDict) -> None:
         """Return to where a checkpoint was made; seed and data order are the checkpoint's, whatever was chosen."""
@@ -425,3 +446,7 @@ class DataCursor:
             self._saved_loader = LoaderState(state["loader"], state.get("given", self.trained - self.pass_start))
         self._saved_parts = state.get("parts", {})
         self._pass_over = state.get("pass_over", False)
+
+
+def _virtual_ranks(count: int | None) -> str:
+    return "no virtual ranks" if count is None else f"{count} virtual rank{'' if count == 1 else 's'}"

@@ -91,13 +91,14 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
             )
 
     def _shards(self, saved: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
-        """This rank's shards of the state, where the parameters are shards."""
+        """This rank's shards of the state, where the parameters are shards, and none where it lacks the parameter."""
         parameters = [each for group in self._owner.param_groups for each in group["params"]]
-        if not any(hasattr(each, "to_local") for each in parameters):
+        if not any(hasattr(each, "to_local") or each.is_meta for each in parameters):
             return saved
         return {
             index: {name: sharded_like(value, parameters[index]) for name, value in values.items()}
             for index, values in saved.items()
+            if not parameters[index].is_meta
         }
 
     def _added(self, state: StateDict) -> list[dict[str, Any]]:

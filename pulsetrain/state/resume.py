@@ -132,7 +132,7 @@ class Resumer:
 
     def reset(self, seed: int) -> None:
         """Seed the generators, on each rank its own way, and return every part to the state before iteration 1."""
-        rank = ranks().rank
+        rank = self.data.rank.rank
         rng.seed_everything(rng.derive(seed, rank) if rank else seed)
         self.data.seed = seed
         self.state.reset()
@@ -169,7 +169,7 @@ class Resumer:
 
     def _restore_generators(self, states: Mapping[str, Any]) -> None:
         rng.restore(states)
-        if rank := ranks().rank:  # the states in the checkpoint are the main process's; steps key their own
+        if rank := self.data.rank.rank:  # the states in the checkpoint are the main process's; steps key their own
             rng.seed_everything(rng.derive(self.data.seed, rank, self.data.trained))
 
     def _restore_handlers(self, engine: Engine, event: Event) -> None:

@@ -49,7 +49,7 @@ class Agreement:
         self.control = control
         self.attempt: str = control.broadcast(uuid.uuid4().hex)
         self.pulse = Pulse(control, every)
-        self.processes: list[dict[str, object]] = []  # by rank, where there are several: host, pid and environment
+        self.processes: list[dict[str, object]] = []  # host, pid and environment of each, in the main one of several
         self.drift = DriftCheck(control)
         self._ends_together = False  # whether the ranks have agreed on the run's end
 
@@ -110,9 +110,15 @@ class Agreement:
             warden.stop()
 
     def check_alike(
-        self, config: TrainingConfig, model: object, strategy: object, loader: Iterable[object], device: torch.device
+        self,
+        config: TrainingConfig,
+        model: object,
+        strategy: object,
+        loader: Iterable[object],
+        device: torch.device,
+        further: Mapping[str, object],
     ) -> None:
-        """Refuse ranks that were started differently; `model` may be several modules by name.
+        """Refuse ranks that were started differently; `model` may be several modules by name, `further` are more facts.
 
         Raises:
             ConfigurationError: they were; the message names a rank, what differs, and both values.
@@ -129,7 +135,7 @@ class Agreement:
         }
         environment = describe_environment(device)
         here: dict[str, object] = {"host": socket.gethostname(), "pid": os.getpid(), "environment": environment}
-        self.processes = self.control.gather(here)
+        self.processes = self.control.collect(here)
         versions = {name: each for name, each in environment.items() if name not in _MAY_DIFFER}
         check_alike(
             self.control,
@@ -137,6 +143,7 @@ class Agreement:
                 "batches in a pass": length_of(loader),
                 "the model's tensors": sorted(shapes.items()),
                 **settings,
+                **further,
                 **versions,
                 **_code_of([strategy, *(part for each in modules.values() for part in _parts_of(each))]),
             },

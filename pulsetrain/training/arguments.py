@@ -13,7 +13,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
 from pulsetrain.engine.argument_checks import check_choice, check_type
 from pulsetrain.engine.data.loaders import can_be_read_once
-from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.distributed.ranks import is_pipelined, is_sharded, ranks
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
@@ -112,7 +112,7 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
             "SampleText",
             every=observed[0].every,
         )
-    unfit = [each for each in handlers if _reads_wholes(each)]
+    unfit = [each for each in handlers if _reads_wholes(each) or (isinstance(each, SampleText) and is_pipelined(model))]
     if unfit:
         names = ", ".join(type(each).__name__ for each in unfit)
         raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ def make_store(
         ConfigurationError: the backend cannot do what a setting or the strategy asks for, or does not know the
             optimizer.
     """
-    shared = {each.name: getattr(config, each.name) for each in fields(BackendSettings) if each.name != "seed"}
-    backend.configure(BackendSettings(**shared, seed=seed))
+    backend.configure(_settings_of(config, seed))
     options = dict(config.optimizer_options)
     if config.no_decay is not None:
         options["no_decay"] = config.no_decay
@@ -60,6 +59,15 @@ def make_store(
         backend.release()  # the argument can be corrected, and the same backend passed again
         raise
     return store
+
+
+def _settings_of(config: TrainingConfig, seed: int) -> BackendSettings:
+    """The backend's settings; an optimizer's state goes into the run folder where no other is chosen."""
+    shared = {each.name: getattr(config, each.name) for each in fields(BackendSettings) if each.name != "seed"}
+    offload, folder = shared["optimizer_offload"], config.run_dir
+    if offload is not None and offload.to == "disk" and offload.folder is None and folder and "://" not in folder:
+        shared["optimizer_offload"] = replace(offload, folder=folder)
+    return BackendSettings(**shared, seed=seed)
 
 
 def _refuse_idle_settings(

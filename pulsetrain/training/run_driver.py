@@ -11,9 +11,10 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.functional import FunctionalBackend
-from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine.checkpoint import Location, check_checkpoint, resolve
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import TrainingBatch, TrainingResult
@@ -39,6 +40,7 @@ class DrivenRun(SavedEngine, Protocol):
     train_loader: Iterable[object]
     config: TrainingConfig
     backend: Backend
+    model: object
 
     def load_checkpoint(self, path: str | os.PathLike[str] | Location, /) -> None: ...
 
@@ -71,6 +73,7 @@ class RunDriver:
         self._reporter, self._validator, self._agreement = reporter, validator, agreement
         self._has_trained = False  # in a run before the present one
         self._has_checked_folders = False
+        self._checked: Location | None = None  # the checkpoint that is being loaded, if the main process has checked it
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
 
     def attach(self, engine: Engine) -> None:
@@ -200,19 +203,35 @@ class RunDriver:
 
     def _load(self, source: str | os.PathLike[str]) -> None:
         """Load a checkpoint: "latest" if there is one yet, or that of a path."""
+        control = self._agreement.control
         if source != "latest":
-            self._run.load_checkpoint(source)
+            if control.is_shared and is_sharded(self._run.model):
+                source = control.main_decides(lambda: _compared(source), patient=True)
+                self._load_checked(source)
+            else:
+                self._run.load_checkpoint(source)
             return
-        manager, control = self._registry.checkpointer("train(resume='latest')").manager, self._agreement.control
-        latest = control.main_decides(manager.get_latest)
+        manager = self._registry.checkpointer("train(resume='latest')").manager
+        latest = control.main_decides(manager.get_latest, patient=True)  # it reads all of the newest one
         if latest is not None:
-            self._run.load_checkpoint(latest)
+            self._load_checked(latest)
             return
         self._require_beginning()
         take_all(self._engine, restart=True)
         for handler in self._registry.handlers:
             if isinstance(handler, (MetricLogger, EventRecorder)) and control.ranks.is_main:
                 handler.begin_again()
+
+    def has_checked(self, folder: Location) -> bool:
+        """Whether the main process has just compared all files of this checkpoint with its manifest."""
+        return folder == self._checked
+
+    def _load_checked(self, folder: Location) -> None:
+        self._checked = folder
+        try:
+            self._run.load_checkpoint(folder)
+        finally:
+            self._checked = None
 
     def _require_beginning(self) -> None:
         """Without a checkpoint the run starts from the beginning; weights that have been trained cannot.
@@ -280,3 +299,10 @@ class RunDriver:
             self._reporter.add_unfinished_epoch()
         if self.is_done:
             self._validator.validate_once()
+
+
+def _compared(path: str | os.PathLike[str]) -> Location:
+    """The checkpoint that a path names, all of whose files have been compared with its manifest."""
+    folder = resolve(path)
+    check_checkpoint(folder)
+    return folder

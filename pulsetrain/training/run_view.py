@@ -79,7 +79,7 @@ class RunView(Engine):
 
     @property
     def processes(self) -> Sequence[Mapping[str, object]]:
-        """Host, pid and environment of each process that trains, by rank; empty if there is one."""
+        """Host, pid and environment of each process that trains, by rank, in the main one; empty if there is one."""
         return self.agreement.processes
 
     @property

@@ -83,7 +83,7 @@ class Stepper:
         self.backend, self.strategy, self.store = backend, strategy, store
         self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
         self.accumulation = Accumulation(accumulate, weighs_each=ranks is not None)
-        self.ranks = ranks
+        self.ranks, self._leads = ranks, backend.data_rank.leads
         self._share: Share | None = None  # of the current batch in its global one; None where there is one process
         self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time
         self.is_stepping = False  # between the start and the end of a step, when nothing can be saved
@@ -139,7 +139,7 @@ class Stepper:
     @property
     def counts(self) -> bool:
         """Whether the last batch counts; not if this rank had no sample of the global batch, or another counts it."""
-        return self._share is None or self._share.counts
+        return self._leads if self._share is None else self._share.counts
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -13,12 +13,13 @@ from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
 from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_training_run
+from pulsetrain.engine.backends.pipeline import pipeline_of
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
 from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
-from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.ranks import Ranks, is_sharded
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.data_source import IterableSource
@@ -130,6 +131,7 @@ class Evaluation:
         metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
         bus: shared with the trainer.
         control: of several processes, which share out the sets.
+        shares_out: whether they do; else each evaluates all of them, and the means are not merged.
         trainer_name: the engine is "evaluator" for a trainer named "trainer", else "NAME.evaluator".
 
     Raises:
@@ -137,14 +139,22 @@ class Evaluation:
     """
 
     def __init__(
-        self, stepper: Stepper, metrics: Mapping[str, Any], bus: EventBus, trainer_name: str, control: ControlGroup
+        self,
+        stepper: Stepper,
+        metrics: Mapping[str, Any],
+        bus: EventBus,
+        trainer_name: str,
+        control: ControlGroup,
+        *,
+        shares_out: bool = True,
     ) -> None:
         self.store, self.backend = stepper.store, stepper.backend
         self.strategy = cast(TrainingStrategy, stepper.strategy)
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
         meets = control if is_sharded(self.store.module) else None  # it gathers its weights with each batch
         self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus, control=meets)
-        self._control, self._parts = control, RankParts(control.ranks)
+        self._control, self._merges = control, control.is_shared and shares_out
+        self._parts = RankParts(control.ranks if shares_out else Ranks())
         self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self.metrics = dict(metrics)
@@ -229,7 +239,11 @@ class Evaluation:
     def _clear(self) -> None:
         self._means, self.engine.state.metrics = {}, {}
         if self._control.is_shared:  # inside of the contexts: of averaged weights, those that are validated
-            self._control.broadcast_tensors(list(self.store.module.buffers()))
+            pipeline = pipeline_of(self.store.module)
+            if pipeline is not None:
+                pipeline.broadcast_buffers()
+            else:
+                self._control.broadcast_tensors(list(self.store.module.buffers()))
 
     def _reset(self) -> None:
         self._running.clear()
@@ -240,9 +254,7 @@ class Evaluation:
         if not self._running:
             return
         self._means = (
-            self._merged()
-            if self._control.is_shared
-            else {name: running.compute() for name, running in self._running.items()}
+            self._merged() if self._merges else {name: running.compute() for name, running in self._running.items()}
         )
         if isinstance(self.strategy, DerivesMetrics):
             self._means.update(self.strategy.derive_metrics(self._means["loss"]))

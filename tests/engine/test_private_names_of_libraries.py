@@ -15,6 +15,24 @@ def test_a_tensor_counts_writes():
     assert tensor._version == before + 1
 
 
+def test_an_operator_says_whether_it_changes_its_arguments_and_how_they_are_called():
+    schema = torch.ops.aten.native_dropout.default._schema
+    assert not schema.is_mutable
+    assert [each.name for each in schema.arguments] == ["input", "p", "train"]
+    assert torch.ops.aten.add_.Tensor._schema.is_mutable
+    assert "aten::add_.Tensor" in torch._C._dispatch_get_all_op_names()
+
+
+def test_an_optimizer_can_put_its_hooks_around_the_step_of_a_new_class():
+    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1)
+    optimizer.__class__ = type("SGD", (torch.optim.SGD,), {"step": lambda self: "own"})
+    optimizer._patch_step_function()
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    assert optimizer.step() == "own"
+    assert calls == ["after"]
+
+
 def test_a_module_keeps_its_tensors_and_submodules_in_dicts():
     module = nn.Sequential(nn.BatchNorm1d(2))
     norm = module[0]

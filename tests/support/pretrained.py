@@ -60,6 +60,11 @@ def tensors(model: Any) -> dict[str, Tensor]:
     }
 
 
+def backend_of(layout: str) -> TorchBackend:
+    made: TorchBackend = TorchBackend("cpu", topology=TOPOLOGIES[layout])
+    return made
+
+
 def trainer_of(folder: Path, layout: str, *handlers: Any, model: Any = None, **config: Any) -> Trainer:
     rows = torch.randint(2, VOCABULARY, (12, 8), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(rows), 4, shuffle=True)
@@ -68,7 +73,7 @@ def trainer_of(folder: Path, layout: str, *handlers: Any, model: Any = None, **c
         pretrained(folder) if model is None else model,
         loader,
         strategy=PretrainStrategy(),
-        backend=TorchBackend("cpu", topology=TOPOLOGIES[layout]),
+        backend=backend_of(layout),
         config=TrainingConfig(**settings),
         handlers=handlers,
     )

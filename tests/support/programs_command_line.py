@@ -79,10 +79,12 @@ def files() -> list[str]:
 def by_two(words: list[str]) -> list[tuple[int, str]]:
     """The status of each process, and what it wrote to stdout."""
 
-    def body(rank: int) -> tuple[int, str]:
-        with redirect_stdout(io.StringIO()) as out:
-            return main(words), out.getvalue()
-
-    ended = in_processes(body)
+    ended = in_processes(lambda rank: main_and_said(words))
     assert [each.error for each in ended] == ["", ""]
     return [each.value for each in ended]
+
+
+def main_and_said(words: list[str]) -> tuple[int, str]:
+    """The status of a command line in this process, and what it wrote to stdout."""
+    with redirect_stdout(io.StringIO()) as out:
+        return main(words), out.getvalue()

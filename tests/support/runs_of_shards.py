@@ -34,6 +34,9 @@ KINDS = {
     "three": Kind(3, {"shard": 3}, 6),
     "four": Kind(4, {"shard": 4}),
     "copies": Kind(4, {"replicate": 2}),
+    "pipeline": Kind(2, {"shard": 1, "pipeline": 2}),
+    "pipelines": Kind(4, {"shard": 1, "pipeline": 2}),
+    "pipelines of shards": Kind(4, {"pipeline": 2}),
 }
 
 
@@ -49,7 +52,8 @@ def sharded(**topology: Any) -> TorchBackend:
 
 def trained(made: Trainer, resume: str | None = None) -> dict[str, Any]:
     history = made.train(resume=resume)
-    weights = {name: whole_of(each).tolist() for name, each in made.model.state_dict().items()}
+    here = {name: each for name, each in made.model.state_dict().items() if not each.is_meta}
+    weights = {name: whole_of(each).tolist() for name, each in here.items()}
     return {"weights": weights, "val": history.get("val/loss"), "sharded": is_sharded(made.model)}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.diff.fields import ABSENT, leaves
-from pulsetrain.engine.recording.diff.result import describe_event, field_table
+from pulsetrain.engine.recording.diff.result import describe_event, field_table, spans
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import MEASURED, Json, LoggedEvent
 from pulsetrain.engine.recording.log.thinning import FREQUENT, THINNED
@@ -72,9 +72,8 @@ class RanksDiff:
         return self.event is not None or self.reported != ""
 
     def __str__(self) -> str:
-        names = ", ".join(map(str, self.ranks))
         if self.event is None:
-            lines = [f"{self.run}: ranks {names} agree in {self.agreed:,} events"]
+            lines = [f"{self.run}: ranks {spans(self.ranks)} agree in {self.agreed:,} events"]
         else:
             lines = [
                 f"{self.run}: rank {self.rank} differs from rank 0 after {self.agreed:,} events that agree",
@@ -122,26 +121,32 @@ def diff_ranks(run: str | Path) -> RanksDiff:
         RecordingError: it has the log of one process alone.
     """
     ranks = logged_ranks(run)
-    logs = {rank: EventLog(run, rank) for rank in ranks}
     if ranks[0] != 0:
         raise RecordingError(f"{run}: has no log of rank 0, with which the others would be compared")
+    main = EventLog(run)
     if len(ranks) < 2:
         raise RecordingError(
             f"{run}: has the log of rank {ranks[0]} alone; an EventRecorder among the handlers of a run of several "
             "processes writes one in each"
         )
-    compared = [_compared(Path(run), tuple(ranks), logs[0], logs[rank], rank) for rank in ranks[1:]]
+    compared: list[RanksDiff] = []
+    reported, damage = _diverged(main), list[str]()
+    for rank in ranks[1:]:
+        log = EventLog(run, rank)  # one after the other: each open log has its file mapped, and may be large
+        compared.append(_compared(Path(run), tuple(ranks), main, log, rank))
+        reported += _diverged(log)
+        damage += [f"rank {rank}: {each}" for each in log.damage]
+    damage = [f"rank 0: {each}" for each in main.damage] + damage
     found, least = [each for each in compared if each], min(each.agreed for each in compared)
-    damage = tuple(dict.fromkeys(f"rank {rank}: {each}" for rank, log in logs.items() for each in log.damage))
     first = min(found, key=lambda each: each.agreed, default=RanksDiff(Path(run), tuple(ranks), least))
-    return replace(first, damage=damage, reported=_reported(logs.values()))
+    payload = min(reported, key=lambda event: event.t).payload if reported else None
+    return replace(
+        first, damage=tuple(dict.fromkeys(damage)), reported="" if payload is None else describe_divergence(payload)
+    )
 
 
-def _reported(logs: Iterable[EventLog]) -> str:
-    """What RANKS_DIVERGED has named first."""
-    events = [event for log in logs for event in log.read(event="ranks_diverged") if not log.is_superseded(event.seq)]
-    payload = min(events, key=lambda event: event.t).payload if events else None
-    return "" if payload is None else describe_divergence(payload)
+def _diverged(log: EventLog) -> list[LoggedEvent]:
+    return [event for event in log.read(event="ranks_diverged") if not log.is_superseded(event.seq)]
 
 
 def describe_divergence(payload: Mapping[str, Json]) -> str:
@@ -150,7 +155,7 @@ def describe_divergence(payload: Mapping[str, Json]) -> str:
     >>> describe_divergence({"field": "0.weight", "ranks": [1], "values": ["a", "b"], "at_iteration": 42})
     '0.weight of rank 1, found after iteration 42'
     """
-    ranks = ", ".join(map(str, payload.get("ranks") or ()))
+    ranks = spans(payload.get("ranks") or ())
     return f"{payload.get('field')} of rank {ranks}, found after iteration {payload.get('at_iteration')}"
 
 

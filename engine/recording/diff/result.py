@@ -13,7 +13,7 @@ from pulsetrain.engine.recording.diff.fields import ABSENT
 from pulsetrain.engine.recording.diff.growth import Growth
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
-__all__ = ["Divergence", "LogDiff", "Missing", "describe_event", "field_table", "format_pair"]
+__all__ = ["Divergence", "LogDiff", "Missing", "describe_event", "field_table", "format_pair", "spans"]
 
 _WIDTH = 40  # characters of a value in the report
 _ROWS = 20  # of each table in the report
@@ -140,6 +140,21 @@ def describe_event(event: LoggedEvent) -> str:
     "trainer's started at epoch 0, iteration 0"
     """
     return f"{event.engine}'s {event.event} at epoch {event.epoch}, iteration {event.iteration}"
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """Ranks in their order, as text: three or more that follow each other as the first and the last.
+
+    >>> spans([0, 1]), spans([0, 1, 2, 5, 7, 8, 9])
+    ('0, 1', '0 to 2, 5, 7 to 9')
+    """
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][-1] == rank - 1:
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    return ", ".join(f"{each[0]} to {each[-1]}" if len(each) > 2 else ", ".join(map(str, each)) for each in found)
 
 
 def field_table(fields: Mapping[str, tuple[Json, Json]], a: str, b: str) -> Iterator[str]:

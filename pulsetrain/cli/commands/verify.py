@@ -16,7 +16,9 @@ difference and reports it, with the batch and the likely cause. The trainer is b
 from the run's config.yaml. The run's folder is only read.
 
 A run that N processes have trained is repeated by as many, with --launch.nproc N or under
-torchrun; each compares its own log, and the main one prints what was found.
+torchrun; each compares its own log, and the main one prints what was found. A run with
+virtual ranks (parallel: {virtual: V, reduction: tree}) is repeated by any number that
+divides V, with the number of threads that the run had.
 """
 EPILOG = """\
 examples:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine import SupervisedStrategy, TorchBackend
+from pulsetrain.engine import ActivationCheckpointing, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.step.protocols import BackendSettings, TrainingBatch
 
 pytestmark = [
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def train(*, compile: bool, pattern: str | None) -> tuple[list[float], dict[str, Tensor]]:
+def train(*, compile: bool, pattern: str | ActivationCheckpointing | None) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 6))
     backend = TorchBackend("cpu", compile=compile, activation_checkpointing=pattern)
@@ -33,8 +33,8 @@ def train(*, compile: bool, pattern: str | None) -> tuple[list[float], dict[str,
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("pattern", [None, "0"])
-def test_a_compiled_model_trains_as_the_plain_one(pattern: str | None):
+@pytest.mark.parametrize("pattern", [None, "0", ActivationCheckpointing("0", keep=["matmul"])], ids=str)
+def test_a_compiled_model_trains_as_the_plain_one(pattern: str | ActivationCheckpointing | None):
     losses, state = train(compile=False, pattern=None)
     compiled, compiled_state = train(compile=True, pattern=pattern)
     assert compiled == pytest.approx(losses, rel=1e-5)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pulsetrain.engine import ConfigurationError, JaxBackend, SupervisedStrategy, TorchBackend
+from pulsetrain.engine import ActivationCheckpointing, ConfigurationError, JaxBackend, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends import FunctionalBackend
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.optimizers.functional import SGD
@@ -255,6 +255,10 @@ def test_an_ensemble_trains_under_vmap_as_its_members_do_alone(optimizer, apart)
     [
         ({"precision": "fp16"}, "precision='fp16'"),
         ({"compile": True}, "compile=True"),
+        (
+            {"activation_checkpointing": ActivationCheckpointing("0")},
+            r"activation_checkpointing=ActivationCheckpointing\('0'\)",
+        ),
         ({"activation_checkpointing": "0"}, "activation_checkpointing='0'"),
     ],
     ids=str,

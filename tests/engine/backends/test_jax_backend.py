@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from pulsetrain.engine import ConfigurationError, JaxBackend, PretrainStrategy, SupervisedStrategy
+from pulsetrain.engine import (
+    ActivationOffload,
+    ConfigurationError,
+    JaxBackend,
+    OptimizerOffload,
+    PretrainStrategy,
+    SupervisedStrategy,
+)
 from pulsetrain.engine.step.protocols import BackendSettings, TrainingBatch
 
 pytest.importorskip("jax", reason="pip install 'pulsetrain[jax]'")
@@ -171,6 +178,8 @@ def test_a_device_that_is_not_there_is_refused(device):
         ),
         ({"precision": "fp16"}, r"precision='fp16'\): JaxBackend computes in the precision"),
         ({"compile": True}, r"compile=True\): not with JaxBackend; leave it out"),
+        ({"activation_offload": ActivationOffload()}, r"activation_offload=.*: not with JaxBackend; leave it out"),
+        ({"optimizer_offload": OptimizerOffload()}, r"optimizer_offload=.*: not with JaxBackend; leave it out"),
         ({"activation_checkpointing": "a"}, r"activation_checkpointing='a'\): not with JaxBackend; leave it out"),
     ],
     ids=str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine import CheckpointError
-from pulsetrain.engine.checkpoint import CheckpointManager, check_checkpoint, load_checkpoint
+from pulsetrain.engine.checkpoint import CheckpointManager, check_checkpoint, load_checkpoint, reader
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.formats import StateFile
 from pulsetrain.engine.checkpoint.manifest import FileEntry
@@ -56,6 +57,46 @@ def saved(folder: Path, without: tuple[int, ...] = ()) -> Path:
     path = manager.save(quarter(0), step=7, form="safetensors", others=Four(write), target=target)
     assert isinstance(path, Path)
     return path
+
+
+def test_a_process_writes_nothing_about_pieces_that_it_does_not_have(tmp_path: Path):
+    folder = saved(tmp_path)
+    for rank, names in ((1, {"model/matrix"}), (2, {"model/matrix", "model/bias"})):
+        with (folder / f"rank-{rank:05d}.safetensors").open("rb") as file:
+            entries, metadata = read_header(file)
+        assert entries.keys() == names
+        assert json.loads(metadata["pulsetrain.pieces"]).keys() == names
+
+
+def test_of_a_checkpoint_that_another_process_has_checked_what_is_read_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, read, digest_of = saved(tmp_path), list[str](), reader.digest_of
+    monkeypatch.setattr(reader, "digest_of", lambda file: read.append(Path(file.name).name) or digest_of(file))  # type: ignore[func-returns-value]
+    damaged = folder / "rank-00003.safetensors"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="rank-00003"):
+        load_checkpoint(folder, in_pieces=("model",))
+    read.clear()
+    matrix = load_checkpoint(folder, in_pieces=("model",), checked=True)["model"]["matrix"]  # type: ignore[call-overload,index]
+    assert read == ["state.safetensors"]
+    for _ in range(2):
+        assert torch.equal(matrix.block((4, 0), (3, 3)), WHOLE[4:, :3])
+    assert read == ["state.safetensors", "rank-00002.safetensors"]
+    with pytest.raises(CheckpointError, match=r"rank-00003.*digest differs"):
+        matrix.block((4, 3), (1, 1))
+    with pytest.raises(CheckpointError, match=r"rank-00003.*digest differs"):
+        load_checkpoint(folder, checked=True)
+
+
+def test_a_tensor_without_items_is_saved_by_the_main_process(tmp_path: Path):
+    manager, nothing = CheckpointManager(tmp_path), Piece(torch.empty(0, 3), (0, 3), (0, 0))
+    target = manager.target("checkpoint", 7)
+    state = {"model": {"nothing": nothing}}
+    others = Four(lambda rank: manager.write_pieces(state, target, rank))
+    path = manager.save(state, step=7, form="safetensors", others=others, target=target)
+    assert load_checkpoint(path)["model"]["nothing"].shape == (0, 3)  # type: ignore[call-overload,index]
 
 
 def test_pieces_of_four_processes_are_one_checkpoint(tmp_path: Path):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from pulsetrain import Trainer
-from pulsetrain.engine import CheckpointError, ConfigurationError, TorchBackend, pretrained
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import CheckpointError, ConfigurationError, DPOStrategy, TorchBackend, pretrained
 from pulsetrain.engine.checkpoint import safetensors_file
 from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.distributed.shards import local
-from tests.support.pretrained import saved, tensors, trainer_of
+from tests.support.pretrained import backend_of, saved, tensors, trainer_of
 from tests.support.ranks import in_processes
 
 transformers = pytest.importorskip("transformers")
@@ -25,6 +25,15 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[3]
 FAMILIES = ["llama", "tied", "gpt2", "renamed", "scaled"]
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:]]
+
+
+def preferences() -> dict[str, Any]:
+    rows = torch.arange(16).reshape(2, 8)
+    return {
+        f"{side}_{name}": rows + at
+        for at, side in enumerate(("chosen", "rejected"))
+        for name in ("input_ids", "labels")
+    }
 
 
 def run(layout: str, body: Callable[[], Any]) -> list[Any]:
@@ -119,6 +128,23 @@ def test_they_learn_as_a_model_that_was_read_whole(layout: str, tmp_path: Path) 
 
     for found, expected in run(layout, body):
         assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "shards"])
+def test_a_reference_is_a_copy_of_what_was_read(layout: str, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+
+    def body() -> int:
+        made = Trainer(
+            pretrained(tmp_path), [preferences()] * 2, strategy=DPOStrategy(), backend=backend_of(layout),
+            config=TrainingConfig(max_epochs=1, learning_rate=0.1, optimizer="sgd", seed=0),
+        )  # fmt: skip
+        made.train()
+        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        return compared(made.strategy._reference._model, whole)
+
+    assert len(set(run(layout, body))) == 1
 
 
 def test_the_type_of_the_weights_is_that_of_the_folder_or_the_one_that_is_chosen(tmp_path: Path) -> None:

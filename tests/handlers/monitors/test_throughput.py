@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import Events, Every, Phase, SupervisedStrategy, TrainingBatch
+from pulsetrain.engine import ActivationCheckpointing, Events, Every, Phase, SupervisedStrategy, TrainingBatch
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events.payloads import CheckpointSaved, ValidationCompleted
 from pulsetrain.engine.recording import EventLog
@@ -334,7 +334,7 @@ def test_what_is_not_a_cadence_is_refused():
 
 def test_where_activations_are_recomputed_that_is_counted_and_the_share_has_the_other_name():
     counted, weights = {}, {}
-    for names in (None, "0"):
+    for names in (None, "0", ActivationCheckpointing("0", keep=["addmm"])):
         throughput = Throughput(Every(iterations=4), peak_flops=1e9)
         model = nn.Sequential(nn.Sequential(nn.Linear(INPUTS, 16), nn.Tanh(), nn.Dropout(0.5)), nn.Linear(16, OUTPUTS))
         trainer = make_trainer(throughput, model=model, activation_checkpointing=names)
@@ -344,6 +344,7 @@ def test_where_activations_are_recomputed_that_is_counted_and_the_share_has_the_
         weights[names] = model[1].weight.detach().clone()
         assert ("hfu" in seen[0], "mfu" in seen[0]) == (names is not None, names is None)
     assert counted["0"] - counted[None] == 2 * BATCH * INPUTS * 16
+    assert counted[names] == counted[None]  # the product is kept
 
 
 def test_an_interruption_in_mid_count_leaves_nothing():

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pulsetrain.cli import main
-from tests.support.programs_command_line import by_two
+from tests.support.programs_command_line import by_two, main_and_said
+from tests.support.runs_of_ranks import in_one_process
 
 TRAIN = [
     "train",
@@ -66,6 +67,16 @@ def test_nothing_is_started_in_another_number_of_processes(
     assert not started
     assert main([*VERIFY, "--launch.nproc=2", "--to=7"]) == 0
     assert started == [(2, ["verify", "runs/a", "--to", "7"], 1)], "as many threads as each process had"
+
+
+def test_one_process_repeats_a_run_of_two_with_virtual_ranks(folder: Path):
+    topology = "--parallel={virtual: 2, reduction: tree}"
+    assert [status for status, _ in by_two([*TRAIN, topology])] == [0, 0]
+    status, said = in_one_process(lambda rank: main_and_said(VERIFY), forked=True).value
+    assert status == 0, said
+    assert "runs/a, iterations 1 to 10: reproduced, " in said
+    assert "trained by 2 processes, and repeated by 1" in said
+    assert main([*VERIFY, "--launch.nproc=3"]) == 2
 
 
 @pytest.mark.slow

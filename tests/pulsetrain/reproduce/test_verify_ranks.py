@@ -307,24 +307,26 @@ def flip_a_bit_of_a_piece(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_models_are_verified(tmp_path: Path):
+@pytest.mark.parametrize("topology", [{"shard": 2}, {"pipeline": 2}], ids=str)
+def test_sharded_models_are_verified(topology: dict[str, int], tmp_path: Path):
     def make_sharded(run: Path, seed: int = 0) -> Trainer:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-        return build(run, model=model, backend=TorchBackend("cpu", topology=Topology(shard=2)))
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1))
+        return build(run, model=model, backend=TorchBackend("cpu", topology=Topology(**topology)))
 
-    assert {each.error for each in in_processes(lambda rank: len(make_sharded(tmp_path).train()))} == {""}
-    other = shutil.copytree(tmp_path, tmp_path.with_name("other"))
+    run, other, bit = (tmp_path / name for name in ("run", "other", "bit"))
+    assert {each.error for each in in_processes(lambda rank: len(make_sharded(run).train()))} == {""}
+    shutil.copytree(run, other)
     rewrite(other, 1, with_another_loss)
-    bit = shutil.copytree(tmp_path, tmp_path.with_name("bit"))
+    shutil.copytree(run, bit)
     flip_a_bit_of_a_piece(max((bit / "checkpoints").glob("*-checkpoint")))
     found = results(
         {
             "bit": lambda rank: verify(bit, make_sharded),
-            "same": lambda rank: verify(tmp_path, make_sharded),
-            "part": lambda rank: verify(tmp_path, make_sharded, from_iteration=16),
+            "same": lambda rank: verify(run, make_sharded),
+            "part": lambda rank: verify(run, make_sharded, from_iteration=16),
             "other": lambda rank: verify(other, make_sharded),
-            "seed": lambda rank: verify(tmp_path, lambda folder: make_sharded(folder, seed=1)),
+            "seed": lambda rank: verify(run, lambda folder: make_sharded(folder, seed=1)),
         }
     )
     assert found["same"], str(found["same"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import pulsetrain
-from pulsetrain.engine import Events, TorchBackend
+from pulsetrain.engine import Events, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.topology import Topology
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
-from tests.support.runs_of_ranks import linear, make
+from tests.support.runs_of_ranks import in_one_process, linear, make
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
 
@@ -25,8 +26,13 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
 
 
+def the_python_with(word: str) -> str:
+    (code,) = [each for each in blocks("python") if word in each]
+    return code
+
+
 def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_processes_differ():
-    sharding, stopping = blocks("python")
+    sharding, stopping = the_python_with("Topology(shard=2)"), the_python_with("RANKS_DIVERGED")
 
     def body(rank: int) -> Any:
         names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
@@ -49,5 +55,24 @@ def test_the_python_about_several_processes_shards_a_model_and_ends_a_run_whose_
 
 
 def test_the_yaml_about_several_processes_describes_a_topology():
-    (block,) = blocks("yaml")
-    assert Topology(**yaml.safe_load(block)["parallel"]).sizes(4) == (2, 2)
+    found = [yaml.safe_load(block) for block in blocks("yaml")]
+    sharding, virtual = (Topology(**each["parallel"]) for each in found if "parallel" in each)
+    assert sharding.sizes(4) == (2, 2)
+    assert (virtual.virtual, virtual.sizes(4)) == (4, (4, 1))
+
+
+def test_the_python_about_virtual_ranks_gives_two_processes_the_bits_of_one():
+    code = the_python_with("virtual")
+
+    def body(rank: int) -> Any:
+        names: dict[str, Any] = {**vars(pulsetrain), "TorchBackend": TorchBackend, "Topology": Topology}
+        names |= {"model": linear(), "loader": DataLoader(pairs(16), 4)}
+        settings = pulsetrain.TrainingConfig(max_epochs=1, seed=3)
+        names["Trainer"] = partial(pulsetrain.Trainer, strategy=SupervisedStrategy("mse"), config=settings)
+        exec(code, names)
+        names["trainer"].train()
+        return [each.tolist() for each in names["model"].parameters()]
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value == in_one_process(body, forked=True).value

@@ -25,6 +25,7 @@ from pulsetrain.engine import (
     TrainingResult,
 )
 from pulsetrain.engine.backends.model_store import InPlaceStore
+from pulsetrain.engine.distributed.ranks import DataRank
 from pulsetrain.engine.losses import mse
 from pulsetrain.engine.schedules import Linear
 from pulsetrain.engine.step.backend import OptimizerRequest
@@ -318,7 +319,8 @@ def test_rates_that_differ_from_the_checkpoints_are_reported_unless_a_schedule_s
 class Plain:
     """The methods that the backend protocol requires, and nothing else."""
 
-    skips_updates = False
+    skips_updates = builds_model = False
+    data_rank = DataRank()
     device = batch_device = torch.device("cpu")
 
     def configure(self, settings: Any) -> None:

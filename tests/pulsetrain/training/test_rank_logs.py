@@ -6,7 +6,9 @@ import json
 import os
 import random
 import signal
+import weakref
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,23 @@ def test_logs_that_end_at_different_moments_agree(lengths: tuple[int, int], tmp_
     assert found.agreed == 10
 
 
+def test_of_many_logs_that_are_compared_a_few_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    there, counts = weakref.WeakSet[EventLog](), list[int]()
+
+    class Watched(EventLog):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            there.add(self)
+            counts.append(len(there))
+
+    for rank in range(20):
+        write_log(tmp_path, rank, 8, differs_at=2 * (rank == 13))
+    monkeypatch.setattr(import_module(diff_ranks.__module__), "EventLog", Watched)
+    found = diff_ranks(tmp_path)
+    assert (found.rank, found.agreed, list(found.fields or {})) == (13, 5, ["payload.grad_norm"])
+    assert (len(counts), max(counts)) == (20, 3)
+
+
 @pytest.mark.parametrize("thins", [0, 1])
 def test_what_one_log_was_thinned_of_is_not_compared(thins: int, tmp_path: Path):
     events, differs_at = 20_000, 3900
@@ -300,10 +319,26 @@ def test_where_says_that_a_run_has_ended(tmp_path: Path, capsys: Any):
     assert main(["where", str(tmp_path / "nowhere")]) == 2
 
 
+@pytest.mark.slow
+def test_run_json_has_the_environments_of_processes_that_differ(tmp_path: Path):
+    def body(rank: int) -> Any:
+        made = make(linear(), DataLoader(pairs(12), 6), EventRecorder(tmp_path))
+        for each in made.agreement.processes[1:]:
+            each["environment"] = {"torch": "another"}
+        made.train()
+        return len(made.processes)
+
+    assert [each.value for each in in_processes(body, 3)] == [3, 0, 0]
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [each["environment"]["torch"] for each in start["processes"]] == [torch.__version__, "another", "another"]
+
+
 def test_run_json_has_the_host_and_the_environment_of_each_process(tmp_path: Path):
     finish(tmp_path)
     (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert [each["environment"]["torch"] for each in start["processes"]] == [torch.__version__] * 2
+    first, second = start["processes"]
+    assert first["environment"]["torch"] == torch.__version__
+    assert "environment" not in second, "it is the same"
     assert len({each["pid"] for each in start["processes"]}) == 2
     assert start["processes"][0]["pid"] == start["pid"]
 

@@ -146,3 +146,26 @@ def test_where_names_who_lags(reached: tuple[int, ...], ended: tuple[int, ...], 
             writer.end()
     assert main(["where", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_where_shows_many_processes_together_and_those_that_lag_alone(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    for rank in range(40):
+        writer, iteration = LogWriter(tmp_path / "events", rank), 6 if rank in (17, 30) else 7
+        event = LoggedEvent(ord=0, engine="trainer", event="iteration_started", epoch=1, iteration=iteration, seq=0)
+        event.t = (900 if rank in (3, 17) else 960) * 10**9
+        writer.add(event)
+        if rank == 39:
+            writer.end()
+        writer.close()
+    monkeypatch.setattr("pulsetrain.cli.where.time.time", lambda: 1000.0)
+    assert main(["where", str(tmp_path)]) == 0
+    here, there = "trainer's iteration_started at epoch 1, iteration ", " s ago, in a step"
+    assert capsys.readouterr().out.splitlines() == [
+        f"ranks 0 to 16, 18 to 29, 31 to 38  {here}7: 40 to 100{there}",
+        f"rank 17  {here}6: 100{there}",
+        f"rank 30  {here}6: 40{there}",
+        f"rank 39  {here}7: the run has ended",
+        "ranks 17, 30: not as far as the others",
+    ]

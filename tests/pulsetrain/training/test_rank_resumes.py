@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, Every, SupervisedStrategy
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.handlers import Checkpointer
@@ -56,6 +59,29 @@ def test_killed_runs_of_two_ranks_resume_bit_for_bit_with_their_random_numbers(t
     assert first.value == second.value == [(expected.value[0], [])] * len(ends)
     assert not set(expected.value[1]) & set(other.value[1]), "each rank draws its own numbers"
     assert not any(EventLog(tmp_path / str(at)).verify() for at in ends)
+
+
+@pytest.mark.slow
+def test_the_main_process_may_read_the_newest_checkpoint_for_longer_than_a_rank_may_be_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    newest = CheckpointManager.get_latest
+
+    def slowly(manager: CheckpointManager) -> Any:
+        time.sleep(2.5)
+        return newest(manager)
+
+    monkeypatch.setattr(CheckpointManager, "get_latest", slowly)
+
+    def body(rank: int) -> Any:
+        join(timeout=1.0)
+        made = dropping(tmp_path)
+        made.train(resume="latest")
+        return made.state.iteration
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value > 0
 
 
 @pytest.mark.parametrize("before", [1, 2])

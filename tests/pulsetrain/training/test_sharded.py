@@ -227,6 +227,7 @@ def test_what_is_not_known_to_work_on_shards_is_refused():
         ("precision", "fp16", "precision='fp16'"),
         ("compile", True, "compile=True"),
         ("optimizer", "muon", "is not known to work with a sharded model"),
+        ("optimizer_offload", "host", "optimizer_offload=OptimizerOffload(to='host'"),
         ("optimizer", torch.optim.SGD(net().parameters(), 0.1), "a parameter that is not the model's"),
     ]
 

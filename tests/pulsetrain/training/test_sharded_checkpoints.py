@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine import CheckpointError, Events, Every
-from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_weights, save_safetensors
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_weights, reader, save_safetensors
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
@@ -71,6 +71,45 @@ def test_a_checkpoint_of_shards_has_whole_tensors_and_the_ranking_of_all(tmp_pat
     for index, values in expected["optimizer"]["state"].items():
         for name, value in values.items():
             torch.testing.assert_close(saved["optimizer"]["state"][index][name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", ["latest", "path"])
+def test_a_process_that_resumes_reads_the_files_that_it_needs(
+    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    for each in in_processes(lambda rank: trained(saving(run, rank, "three", max_epochs=2)), 3):
+        assert each.error == ""
+    newest = CheckpointManager(run / "checkpoints").valid()[-1]
+    digest_of = reader.digest_of
+
+    def resumed(rank: int) -> Any:
+        read: list[str] = []
+        note = lambda file: read.append(Path(file.name).stem) or digest_of(file)  # type: ignore[func-returns-value]  # noqa: E731
+        monkeypatch.setattr(reader, "digest_of", note)
+        made = saving(run, rank, "three", max_epochs=3)
+        made.train(resume=str(newest) if resume == "path" else resume)
+        return sorted(read)
+
+    first, second, third = in_processes(resumed, 3)
+    assert [each.error for each in (first, second, third)] == [""] * 3
+    assert first.value == ["rank-00001", "rank-00002", "state", "state"]
+    assert (second.value, third.value) == (["rank-00001", "state"], ["rank-00002", "state"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_damaged_is_refused_by_every_process(tmp_path: Path):
+    run = tmp_path / "run"
+    for each in in_processes(lambda rank: trained(saving(run, rank, "fsdp", max_epochs=1))):
+        assert each.error == ""
+    newest = CheckpointManager(run / "checkpoints").valid()[-1]
+    damaged = Path(str(newest)) / "rank-00001.safetensors"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for ended in in_processes(lambda rank: saving(run, rank, "fsdp", max_epochs=2).train(resume=str(newest))):
+        assert "CheckpointError" in ended.error
+        assert "rank-00001.safetensors: its digest differs" in ended.error
 
 
 def test_each_process_writes_its_part_alone_and_none_of_it_as_code(tmp_path: Path):

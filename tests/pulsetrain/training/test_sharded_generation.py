@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, Topology, TorchBackend
+from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.shards import resharded
 from pulsetrain.engine.rollouts.sampling import sampler_of
 from pulsetrain.engine.strategies import PretrainStrategy
@@ -107,6 +108,15 @@ def test_a_model_that_is_split_along_the_sequence_is_refused() -> None:
         assert text.startswith("SampleText(sequence_parallel=True): not for models")
 
 
+def sampler(model: nn.Module) -> Any:
+    def agree(value: bool) -> bool:
+        found = torch.tensor(float(value))
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        return bool(found)
+
+    return sampler_of(model, lambda tokens: tokens, agree=agree if is_sharded(model) else None)
+
+
 # of each process; those that compute one layer together have the same
 TEXTS = {"shards": [([[5, 9, 11], [2]], 3), ([[7]], 9)], "tensor": [([[5, 9, 11], [2]], 5)] * 2}
 
@@ -115,7 +125,7 @@ TEXTS = {"shards": [([[5, 9, 11], [2]], 3), ([[7]], 9)], "tensor": [([[5, 9, 11]
 def test_processes_wait_for_the_longest_text(layout: str) -> None:
     def written(model: nn.Module, rank: int) -> list[list[int]]:
         with torch.no_grad(), resharded(model):
-            return sampler_of(model, lambda tokens: tokens)(*TEXTS[layout][rank], temperature=1e-6)
+            return sampler(model)(*TEXTS[layout][rank], temperature=1e-6)
 
     expected = [written(Letters(), rank) for rank in range(2)]
     assert values(in_processes(lambda rank: written(letters(SHARDS[layout]).model, rank))) == expected
@@ -129,7 +139,7 @@ def test_models_of_transformers_wait_for_the_longest_text(layout: str, tmp_path:
 
     def written(model: Any, rank: int, temperature: float) -> list[list[int]]:
         with torch.no_grad(), resharded(model):
-            return sampler_of(model, lambda tokens: tokens)(*TEXTS[layout][rank], temperature=temperature)
+            return sampler(model)(*TEXTS[layout][rank], temperature=temperature)
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = [[written(model, rank, each) for each in (0.0, 1e-6)] for rank in range(2)]

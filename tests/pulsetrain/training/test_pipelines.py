@@ -1,0 +1,480 @@
+"""Models whose layers several processes have: they learn what one process learns, whatever the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from examples.byte_lm.model import ByteGPT
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import (
+    CheckpointError,
+    ConfigurationError,
+    DPOStrategy,
+    Events,
+    Every,
+    GRPOStrategy,
+    SFTStrategy,
+    TorchBackend,
+)
+from pulsetrain.engine.checkpoint import save_safetensors
+from pulsetrain.engine.data.sequences import IGNORED
+from pulsetrain.engine.distributed.topology import Topology
+from pulsetrain.handlers import BestModel, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
+from tests.support.ranks import Ended, in_processes
+from tests.support.runs_of_ranks import double, make_with, shared_loader
+from tests.support.runs_of_shards import apart, sharded, trained
+
+SCHEDULES = ["1f1b", "gpipe", "interleaved"]
+
+
+def layers(seed: int = 0, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Dropout(dropout),
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1),
+    ).double()  # fmt: skip
+
+
+def pipelined(**topology: Any) -> TorchBackend:
+    return sharded(**{"shard": 1, "pipeline": 2, **topology})
+
+
+def check(ended: list[Ended], one: dict[str, Any], bound: float = 1e-12) -> None:
+    """The processes have all weights together, which are those of the one process."""
+    names = set()
+    for each in ended:
+        assert not each.error, each.error
+        assert each.value["sharded"]
+        assert apart(each.value, one) < bound
+        names |= each.value["weights"].keys()
+    assert names == one["weights"].keys()
+    assert all(len(each.value["weights"]) < len(names) for each in ended)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[1:])])
+def test_two_processes_learn_what_one_learns(schedule: str):
+    """From the values of rank 0, with batches that do not divide, and with fewer rows than micro-batches."""
+
+    def run(rank: int, backend: Any) -> list[dict[str, Any]]:
+        found = []
+        for rows, config in ((17, {"clip_grad_norm": 0.5, "accumulate": 2}), (15, {"clip_grad_value": 0.01})):
+            loaders = DataLoader(double(rows), 6, shuffle=True), DataLoader(double(9), 2)
+            found.append(trained(make_with(layers(rank), *loaders, backend=backend(), optimizer="adamw", **config)))
+        return found
+
+    one = run(0, lambda: None)
+    ended = in_processes(lambda rank: run(rank, lambda: pipelined(schedule=schedule)))
+    for at, expected in enumerate(one):
+        check([Ended(each.status, each.value and each.value[at], each.error, "") for each in ended], expected)
+
+
+@pytest.mark.slow
+def test_copies_of_a_pipeline_on_four_processes():
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        loaders = DataLoader(double(35), 8, shuffle=True), DataLoader(double(9), 2)
+        return trained(make_with(layers(rank), *loaders, backend=backend, clip_grad_norm=0.5, accumulate=2))
+
+    one = run(0, None)
+    shards = {"shard": 2}, {"shard": 2, "schedule": "interleaved"}
+    for topology in ({}, {"schedule": "interleaved"}, {"pipeline": 4, "microbatches": 5}, *shards):
+        check(in_processes(lambda rank, made=topology: run(rank, pipelined(**made)), 4, limit=120), one)
+
+
+class Counting(nn.Module):
+    """Adds up what it sees in training."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(inputs.detach().sum())
+        return inputs
+
+
+@pytest.mark.slow
+def test_copies_are_validated_with_the_buffers_of_the_first_one():
+    def run(rank: int) -> Any:
+        model = layers()
+        model[1], model[5] = Counting(), Counting()
+        made = make_with(model, DataLoader(double(32), 8), DataLoader(double(9), 2), backend=pipelined(), max_epochs=1)
+        before: list[list[float]] = []
+        made.on(Events.ITERATION_COMPLETED(once=4))(lambda: before.append(seen(made.model)))
+        made.train()
+        return before[0], seen(made.model)
+
+    def seen(model: nn.Module) -> list[float]:
+        return [float(each) for each in model.buffers() if not each.is_meta]
+
+    ended = in_processes(run, 4, limit=120)
+    for each in ended:
+        assert not each.error, each.error
+    for first, other in ((0, 1), (2, 3)):  # the two copies of each part
+        assert ended[first].value[0] != ended[other].value[0]
+        assert ended[first].value[1] == ended[other].value[1] == ended[first].value[0]
+    assert ended[0].value[1] != ended[2].value[1]
+
+
+def texts(count: int, *, packed: bool = False) -> list[dict[str, Tensor]]:
+    """Rows of which each has another number of trained tokens."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for at in range(count):
+        tokens = torch.randint(1, 32, (13,), generator=generator)
+        labels = torch.where(torch.arange(13) < at % 11, IGNORED, tokens)
+        rows.append({"input_ids": tokens, "labels": labels})
+        if packed:
+            rows[-1]["position_ids"] = torch.cat([torch.arange(3 + at % 5), torch.arange(10 - at % 5)])
+    return rows
+
+
+def learn_texts(
+    model: nn.Module, rows: list[dict[str, Tensor]], backend: Any, *handlers: Any, **config: Any
+) -> dict[str, Any]:
+    trainer = Trainer(
+        model, DataLoader(rows, 8, shuffle=True), DataLoader(rows[:5], 2), strategy=SFTStrategy(), backend=backend,
+        handlers=handlers,
+        config=TrainingConfig(seed=0, optimizer="adamw", learning_rate=0.01, log_every_n_steps=1, **config),
+    )  # fmt: skip
+    found = trained(trainer)
+    history = trainer.history.get_history()
+    found["val"] = [value for name in ("train/loss", "val/loss", "val/token_accuracy") for value in history[name]]
+    found["val"] += [trainer.state.samples, trainer.state.tokens]
+    return found
+
+
+def gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return ByteGPT(layers=4, width=16, heads=2, context=16, vocabulary=32).to(dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_fifty_steps_of_a_language_model(schedule: str, dtype: torch.dtype, bound: float):
+    """Each micro-batch weighs as many tokens as it trains; losses and metrics are those of one process."""
+
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        rows = texts(40, packed=schedule == "gpipe")
+        recomputed = "blocks.*" if schedule == "interleaved" else None
+        return learn_texts(
+            gpt(dtype), rows, backend, max_iterations=50, clip_grad_norm=0.5, activation_checkpointing=recomputed
+        )
+
+    check(in_processes(lambda rank: run(rank, pipelined(schedule=schedule))), run(0, None), bound)
+
+
+def test_micro_batches_weigh_as_many_tokens_as_they_train():
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        return learn_texts(gpt(), texts(19), backend, max_epochs=2)
+
+    check(in_processes(lambda rank: run(rank, pipelined(microbatches=3))), run(0, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_models_of_transformers_bring_their_plan(family: str):
+    transformers = pytest.importorskip("transformers")
+
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        kinds = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}
+        config = kinds[family](
+            hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=32,
+            num_key_value_heads=1, max_position_embeddings=16,
+        )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        return learn_texts(model, texts(19, packed=True), backend, max_epochs=2)
+
+    one = run(0, None)
+    for schedule in ("1f1b", "interleaved"):
+        check(in_processes(lambda rank, made=schedule: run(rank, pipelined(schedule=made))), one, 1e-4)
+
+
+def test_an_optimizer_that_was_made_over_the_whole_model_is_kept_with_its_groups():
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        model = layers()
+        optimizer = torch.optim.AdamW(
+            [{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.05}], lr=0.01
+        )
+        loaders = DataLoader(double(17), 4), DataLoader(double(9), 2)
+        return trained(make_with(model, *loaders, backend=backend, optimizer=optimizer))
+
+    check(in_processes(lambda rank: run(rank, pipelined())), run(0, None))
+
+
+def test_a_guard_skips_an_update_in_all_processes_of_which_one_is_frozen():
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        rows = double(16)
+        rows.tensors[0][5] = float("nan")
+        model = layers()
+        for name, each in model.named_parameters():
+            each.requires_grad_(int(name[0]) > 3)  # all that one of the processes has is frozen
+        loaders = DataLoader(rows, 4), DataLoader(double(9), 2)
+        return trained(make_with(model, *loaders, NaNGuard(), backend=backend, optimizer="adamw"))
+
+    check(in_processes(lambda rank: run(rank, pipelined())), run(0, None))
+
+
+def test_norms_of_the_gradients_of_all_layers_are_reported_in_all_processes():
+    def run(rank: int, backend: Any) -> Any:
+        found: dict[str, list[float]] = {}
+        made = make_with(
+            layers(), DataLoader(double(16), 4), None, GradientMonitor(Every(updates=2), updates=True), backend=backend
+        )
+
+        @made.on(Events.METRICS_LOGGED)
+        def note(engine: Any, event: Any) -> None:
+            for name, value in event.payload.metrics.items():
+                if name.startswith(("grad_norm/", "update_ratio/")):
+                    found.setdefault(name, []).append(value)
+
+        made.train()
+        return found
+
+    one = run(0, None)
+    assert "grad_norm/0.weight" in one
+    assert "update_ratio/7.bias" in one
+    for each in in_processes(lambda rank: run(rank, pipelined())):
+        assert not each.error, each.error
+        assert each.value.keys() == one.keys()
+        for name, values in one.items():
+            assert each.value[name] == pytest.approx(values, abs=1e-12)
+
+
+def test_a_state_is_restored_and_the_model_can_be_called_as_a_whole(tmp_path: Path):
+    def run(rank: int) -> Any:
+        made = make_with(
+            layers(), DataLoader(double(16), 4), None, Fingerprints(Every(iterations=2)), backend=pipelined()
+        )
+        made.train()
+        state, inputs = made.model_state, double(5).tensors[0]
+        with torch.no_grad():
+            before = made.model(inputs)
+        made.train_epoch()
+        with torch.no_grad():
+            assert not torch.equal(made.model(inputs), before)
+        made.model_store.restore(state)
+        with pytest.raises(CheckpointError, match="this process has a part of its weights"):
+            save_safetensors(made.model, tmp_path / "model.safetensors")
+        with pytest.raises(RuntimeError, match="call it under"):
+            made.model(inputs)
+        with torch.no_grad():
+            return before.tolist(), made.model(inputs).tolist()
+
+    first, second = in_processes(run)
+    assert (first.error, second.error) == ("", "")
+    assert first.value == second.value
+    assert first.value[0] == first.value[1]
+    assert len(first.value[0]) == 5
+
+
+def test_layers_of_two_processes_draw_different_numbers():
+    def run(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(64, 1)).double()
+        kept: list[list[bool]] = []
+        model[1 + rank].register_forward_hook(lambda module, inputs, output: kept.append((output[0] != 0).tolist()))
+        made = make_with(model, DataLoader(double(8), 8), None, backend=pipelined(), max_epochs=1)
+        made.train()
+        return kept[-1]
+
+    first, second = in_processes(run)
+    assert (first.error, second.error) == ("", "")
+    # a value that both keep, of those that the first one keeps: half of them, and all if the draws were the same
+    both = [b for a, b in zip(first.value, second.value, strict=True) if a]
+    assert 0.1 < sum(both) / len(both) < 0.9
+
+
+def test_an_error_of_the_last_layers_ends_all_processes_with_its_text():
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("the layer cannot do this")
+
+    def run(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1), Failing()).double()
+        make_with(model, DataLoader(double(8), 4), None, backend=pipelined()).train()
+
+    for each in in_processes(run):
+        assert "the layer cannot do this" in each.error.splitlines()[-1] or "the layer cannot do this" in each.error
+
+
+class Skipping(nn.Module):
+    """Its second block sees what its first one got."""
+
+    pipeline_plan = "blocks"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(4, 4, 1)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        embedded = self.embed(inputs)
+        found: Tensor = self.blocks[1](self.blocks[0](embedded), embedded)
+        return found
+
+
+class Scaling(Skipping):
+    """Something happens between its blocks."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.blocks[0](self.embed(inputs)) * 2
+        found: Tensor = self.blocks[1](hidden, hidden.detach())
+        return found
+
+
+class Disordered(Skipping):
+    """What it registers first computes last."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.blocks[0](inputs)
+        found: Tensor = self.blocks[1](self.embed(hidden), inputs)
+        return found
+
+
+class Direct(nn.Module):
+    pipeline_plan = "blocks"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[2].weight = model[1].weight
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "layers that do not divide": (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {}, "3 layers from '0'"),
+    "a layer that is there twice": (lambda: nn.Sequential(*[nn.Linear(4, 4)] * 2), {}, "has a layer twice"),
+    "a part without parameters": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Tanh(), nn.Tanh()), {}, "have 2, 3 alone",
+    ),
+    "BatchNorm": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1)), {},
+        "1 is a BatchNorm",
+    ),
+    "a model without values": (
+        lambda: nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 1)), {}, "0.weight is on the meta device",
+    ),
+    "a model without a plan": (lambda: nn.Bilinear(4, 4, 1), {}, "pipeline_plan = 'blocks'"),
+    "a path that is not there": (lambda: Skipping(), {"blocks": "layers"}, "there are: 'blocks'"),
+    "a parameter beside the layers": (Direct, {}, "scale is a parameter of Direct itself"),
+    "a parameter of two processes": (_tied, {}, "1.weight and 2.weight are one parameter"),
+}  # fmt: skip
+
+
+def test_models_that_cannot_be_split_are_refused_before_training():
+    def run(rank: int) -> list[str]:
+        said = []
+        for build, topology, _ in REFUSED.values():
+            with pytest.raises(ConfigurationError) as refused:
+                make_with(build().double(), DataLoader(double(16), 4), None, backend=pipelined(**topology))
+            said.append(str(refused.value))
+        return said
+
+    for each in in_processes(run):
+        assert each.error == ""
+        for (name, (_, _, expected)), text in zip(REFUSED.items(), each.value, strict=True):
+            assert expected in text, (name, text)
+
+
+@pytest.mark.parametrize("model", [Skipping, Scaling, Disordered])
+def test_a_model_whose_layers_need_more_than_the_layer_before_is_refused(model: type[nn.Module]):
+    def run(rank: int) -> None:
+        make_with(model().double(), DataLoader(double(16), 4), None, backend=pipelined()).train()
+
+    ended = in_processes(run)
+    assert all("the model cannot be split at " in each.error for each in ended)
+
+
+@pytest.mark.parametrize("strategy", [DPOStrategy, GRPOStrategy])
+def test_strategies_that_copy_the_model_or_call_parts_of_it_are_refused(strategy: type[Any]):
+    def run(rank: int) -> None:
+        Trainer(gpt(), DataLoader(texts(8), 4), strategy=strategy(), backend=pipelined(), config=TrainingConfig())
+
+    for each in in_processes(run):
+        assert f"strategy={strategy.__name__}" in each.error.splitlines()[-1]
+        assert "is not known to work with a sharded model" in each.error
+
+
+def test_what_does_not_know_pipelines_is_refused_before_training(tmp_path: Any):
+    def run(rank: int) -> list[str]:
+        said = []
+        for handler, options in (
+            (BestModel("val/loss"), {}),
+            (CrashBundle(tmp_path), {}),
+            (GradientMonitor(histograms=True), {}),
+            (NaNGuard(), {"optimizer": "muon"}),
+        ):
+            with pytest.raises(ConfigurationError) as refused:
+                make_with(
+                    layers(), DataLoader(double(16), 4), DataLoader(double(9), 2), handler, backend=pipelined(),
+                    **options,
+                )  # fmt: skip
+            said.append(str(refused.value))
+        return said
+
+    for each in in_processes(run):
+        assert each.error == ""
+        for name, text in zip(("BestModel", "CrashBundle", "GradientMonitor", "Muon"), each.value, strict=True):
+            assert name in text
+
+
+class Ragged(SFTStrategy):
+    """Makes rows longer that are alone in their batch."""
+
+    def prepare_batch(self, batch: Any, check: bool = False) -> Any:
+        length = 8 if len(batch["labels"]) > 1 else 12
+        return super().prepare_batch({name: each[:, :length] for name, each in batch.items()}, check)
+
+
+def test_parts_of_a_batch_that_differ_are_refused():
+    def run(rank: int) -> None:
+        loader, config = DataLoader(texts(3), 3), TrainingConfig(max_epochs=1)
+        Trainer(gpt(), loader, strategy=Ragged(), backend=pipelined(microbatches=2), config=config).train()
+
+    for each in in_processes(run):
+        assert "pad all rows of a batch to one length" in each.error
+
+
+@pytest.mark.parametrize(
+    ("topology", "text"),
+    [
+        ({"pipeline": 0}, "pipeline=0"),
+        ({"schedule": "zigzag"}, "1f1b"),
+        ({"pipeline": 2, "microbatches": 1}, "at least one for each process"),
+        ({"pipeline": 2, "microbatches": 3, "schedule": "interleaved"}, "the same number for each"),
+        ({"pipeline": 2, "tensor": 2}, "not supported together"),
+        ({"pipeline": 2, "param_dtype": "bfloat16"}, "not supported together"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(topology: dict[str, Any], text: str):
+    with pytest.raises(ConfigurationError, match=text):
+        Topology(**topology)
+
+
+def test_one_process_alone_is_not_a_pipeline():
+    with pytest.raises(ConfigurationError, match="does not fit 1 process: start a multiple of 2"):
+        make_with(layers(), DataLoader(double(16), 4), None, backend=pipelined())
+
+
+def test_processes_of_one_pipeline_that_read_different_samples_are_refused():
+    def run(rank: int) -> None:
+        make_with(layers(), shared_loader(rank, 16), None, backend=pipelined()).train()
+
+    for each in in_processes(run):
+        assert "need the same batches, and got different ones" in each.error
