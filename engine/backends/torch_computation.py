@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,6 +90,13 @@ class TorchComputation:
         self.activation_checkpointing = self.requested_checkpointing or settings.activation_checkpointing
         self.clip_norm, self.clip_value = settings.clip_grad_norm, settings.clip_grad_value
         self._plain = self.precision.dtype is None  # no autocast around the forward pass
+        self.settings = replace(
+            settings,
+            device=self.device,
+            precision=self.precision.name,
+            compile=self.compile,
+            activation_checkpointing=self.activation_checkpointing,
+        )
         self._moves = self.device.type != "cpu"
 
     def release(self) -> None:
@@ -113,7 +121,9 @@ class TorchComputation:
             )
         if self.activation_checkpointing is not None:
             recompute_activations(model, self.activation_checkpointing)
-        model.to(self.device)
+        device = torch.empty(0, device=self.device).device  # with its index
+        if any(each.device != device for each in (*model.parameters(), *model.buffers())):
+            model.to(self.device)
         if self.compile:
             model.compile()
         return model

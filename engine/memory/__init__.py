@@ -1,0 +1,1 @@
+"""The memory of a run: what it needs, by component, phase and module."""
