@@ -99,7 +99,7 @@ def _record(setup: Setup, mode: FakeTensorMode | None) -> MemoryUse:
     live = LiveTensors(setup.backend.device, mode)
     held = setup.batch if mode is None else faked(setup.batch, mode)
     live.mark(held, "batch")
-    with live.watching(setup.model, setup.optimizer):
+    with live.watching(setup.model, setup.optimizer, setup.strategy):
         for _ in range(1 if setup.optimizer.state else UPDATES):
             _update(setup, mode, live)
     return MemoryUse(
@@ -147,7 +147,7 @@ def _allocated(setup: Setup) -> int | None:
         return None
     held = LiveTensors(device)
     held.mark(setup.batch, "batch")
-    held.mark_state(setup.model, setup.optimizer)
+    held.mark_state(setup.model, setup.optimizer, setup.strategy)
     return held.total + peak_allocated(lambda: _update(setup))
 
 

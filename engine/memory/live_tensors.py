@@ -38,7 +38,17 @@ from pulsetrain.engine.step.protocols import TrainingBatch, Tree
 
 __all__ = ["COMPONENTS", "LOSS", "PHASES", "LiveTensors", "tensors_in"]
 
-COMPONENTS = ("parameters", "buffers", "batch", "optimizer", "gradients", "activations", "temporary", "kernels")
+COMPONENTS = (
+    "parameters",
+    "buffers",
+    "strategy",
+    "batch",
+    "optimizer",
+    "gradients",
+    "activations",
+    "temporary",
+    "kernels",
+)
 PHASES = ("forward", "backward", "update")
 LOSS = "loss"  # in place of a module's name: what is computed outside of the model
 _MOST_VALUES = 2**20  # of a tensor that is computed although the model is not
@@ -87,10 +97,15 @@ class LiveTensors(TorchDispatchMode):
         self._blocks: dict[int, _Block] = {}  # by the id of a storage, which stays the same while it is alive
         self._modules: list[str] = []  # that compute now, innermost last
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each component now."""
+        return dict(self._bytes)
+
     @contextmanager
-    def watching(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        """Count what the block does with the model and its optimizer."""
-        self.mark_state(model, optimizer)
+    def watching(self, model: nn.Module, optimizer: Optimizer, strategy: object = None) -> Iterator[None]:
+        """Count what the block does with the model, its optimizer and the strategy."""
+        self.mark_state(model, optimizer, strategy)
         hooks: list[Any] = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(self._entering(name)))
@@ -126,12 +141,15 @@ class LiveTensors(TorchDispatchMode):
                 self._bytes[component] += block.size
                 block.component = component
 
-    def mark_state(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Count a model, its gradients and its optimizer as what they are."""
+    def mark_state(self, model: nn.Module, optimizer: Optimizer, strategy: object = None) -> None:
+        """Count a model, its gradients, its optimizer, and what the strategy holds, such as a reference model."""
         for parameter in model.parameters():
             self.mark(parameter, "parameters")
             self.mark(parameter.grad, "gradients")
         self.mark(list(model.buffers()), "buffers")
+        for module in model.modules():
+            self.mark([each for each in vars(module).values() if isinstance(each, Tensor)], "buffers")  # not registered
+        self.mark(list(_held_by(strategy, model)), "strategy")
         for part in parts_of(optimizer).values():
             self._mark_optimizer(part)
 
@@ -169,7 +187,7 @@ class LiveTensors(TorchDispatchMode):
             if not hasattr(func, "_schema") or func._schema.returns:
                 raise
             return None  # a kernel that writes into its arguments alone, such as that of fused SGD
-        made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(found) if isinstance(each, Tensor)] or inputs
         if are_known and made and all(each.numel() <= _MOST_VALUES for each in made):
             return _with_values(func, args, kwargs)  # positions and masks: models read them
         return found
@@ -238,6 +256,18 @@ class LiveTensors(TorchDispatchMode):
 
     def _leave(self, *_: object) -> None:
         self._modules.pop()
+
+
+def _held_by(value: object, model: nn.Module, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in the attributes of an object, and of those objects; modules with all that they hold."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        if value is not model:
+            yield from (*value.parameters(), *value.buffers())
+    elif depth:
+        for each in list(getattr(value, "__dict__", {}).values()):
+            yield from _held_by(each, model, depth - 1)
 
 
 def _with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -54,10 +54,14 @@ class CrashBundle(Handler):
     optimizer state, versions and settings. Of environment variables it holds a short list by name, and of local
     variables never a text.
 
-    It never raises, and the exception only gets a note that names the bundle. Parts that cannot be read any more, such
-    as tensors on a device that failed, are listed as missing. A PulsetrainError, which says what to correct, leaves no
-    bundle, unless a value was wrong after the first iteration, where it may be that of one batch; nor do Ctrl-C and
-    exits.
+    If an allocation has failed, it also holds what the run held by component, an estimate of what a training step needs
+    by phase and module, which allocates nothing, and the change with which that fits. On CUDA it holds torch's
+    memory_summary and, if torch records it, the allocator's history.
+
+    It never raises, and the exception only gets notes that name the bundle and such a change. Parts that cannot be read
+    any more, such as tensors on a device that failed, are listed as missing. A PulsetrainError, which says what to
+    correct, leaves no bundle, unless a value was wrong after the first iteration, where it may be that of one batch;
+    nor do Ctrl-C and exits.
 
     With an EventRecorder among the trainer's handlers, the events are the last ones of its log. Otherwise the handler
     keeps them itself, without METRICS_LOGGED, MEDIA_LOGGED and the events of each iteration but ITERATION_COMPLETED.
@@ -161,7 +165,8 @@ class CrashBundle(Handler):
         inner, self._inner = self._inner, None
         at, set_name = inner[:2] if inner is not None and inner[2] == id(error) else (engine, None)
         try:
-            path = BundleWriter(self.folder, Failure(engine, event, error, at, set_name), self._write_events).write()
+            writer = BundleWriter(self.folder, Failure(engine, event, error, at, set_name), self._write_events)
+            path = writer.write()
         except Exception as failed:
             get_logger("handlers").warning(
                 "the crash bundle could not be written",
@@ -172,6 +177,8 @@ class CrashBundle(Handler):
         self.bundles.append(path)
         if error is not None:
             error.add_note(f"{NOTE}{path}")
+            if writer.advice is not None:
+                error.add_note(f"memory: {writer.advice}")
 
     def _write_events(self, into: Path, facts: dict[str, object]) -> None:
         engine = self._engine() if self._engine is not None else None

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import traceback
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +19,12 @@ from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine.errors import PulsetrainError
 from pulsetrain.engine.memory.available import available
 from pulsetrain.engine.memory.estimate import MemoryUse, estimate, measure
-from pulsetrain.engine.memory.live_tensors import COMPONENTS
 from pulsetrain.engine.memory.remedies import Remedy, remedies, rows_of, sharded
+from pulsetrain.engine.memory.report import kept_lines, size_text, use_as_dict, use_table
 from pulsetrain.engine.memory.setup import Setup
 from pulsetrain.engine.step.protocols import describe
 
-__all__ = ["by_block", "run", "size_text"]
-
-ROWS = 12  # of the modules
+__all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,10 +91,10 @@ def _lines(
     together = "" if setup.accumulate == 1 else f", {setup.accumulate} to an update"
     yield f"a batch of {describe(setup.batch)}{together}"
     yield ""
-    yield from _table("estimated", use)
+    yield from use_table("estimated", use)
     if measured is not None:
         yield ""
-        yield from _table("measured", measured)
+        yield from use_table("measured", measured)
     yield ""
     yield f"estimated peak  {size_text(use.peak)}, in the {use.peak_phase} phase"
     if measured is not None:
@@ -108,14 +104,7 @@ def _lines(
         verdict = "fits" if use.peak <= left else "does not fit"
         yield f"available       {size_text(left)} on {settings.device}: it {verdict}"
     yield ""
-    yield f"kept from the forward pass: {size_text(sum(use.saved.values()))} of activations"
-    groups = by_block(use.saved)
-    for name, (blocks, size) in list(groups.items())[:ROWS]:
-        each = f", {size_text(size // blocks)} in each of {blocks}" if blocks > 1 else ""
-        yield f"  {name:<32}{size_text(size):>10}{each}"
-    if len(groups) > ROWS:
-        rest = sum(size for _, size in list(groups.values())[ROWS:])
-        yield f"  {f'{len(groups) - ROWS} others':<32}{size_text(rest):>10}"
+    yield from kept_lines(use)
     if changes:
         yield ""
         yield "what would change it:"
@@ -125,31 +114,6 @@ def _lines(
             yield f"{'':>14}{options}"
     for note in notes:
         yield f"note: {note}"
-
-
-def _table(name: str, use: MemoryUse) -> Iterator[str]:
-    yield f"{name:<14}" + "".join(f"{phase:>12}" for phase in use.phases)
-    for component in COMPONENTS:
-        sizes = [at[component] for at in use.phases.values()]
-        if any(sizes):
-            yield f"{component:<14}" + "".join(f"{size_text(size):>12}" for size in sizes)
-    yield f"{'together':<14}" + "".join(f"{size_text(sum(at.values())):>12}" for at in use.phases.values())
-
-
-def by_block(saved: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Modules grouped by the blocks that they are in, the largest first: how many blocks, and their bytes.
-
-    >>> by_block({"blocks.0.norm": 1, "blocks.1.norm": 2, "blocks.1.mix": 3, "head": 5})
-    {'blocks.*': (2, 6), 'head': (1, 5)}
-    """
-    sizes: dict[str, int] = defaultdict(int)
-    blocks: dict[str, set[str]] = defaultdict(set)
-    for path, size in saved.items():
-        found = re.match(r"((?:\D*\.)?)(\d+)(?:\.|$)", path)
-        name = f"{found[1]}*" if found else path or "(the model itself)"
-        sizes[name] += size
-        blocks[name].add(found[2] if found else "")
-    return {name: (len(blocks[name]), sizes[name]) for name in sorted(sizes, key=lambda name: -sizes[name])}
 
 
 def _options(change: Remedy, setup: Setup, config: Mapping[str, Any]) -> str:
@@ -190,28 +154,3 @@ def _as_dict(
         ],
         "notes": list(notes),
     }
-
-
-def use_as_dict(use: MemoryUse) -> dict[str, object]:
-    """An estimate or a measurement as plain values."""
-    return {
-        "peak": use.peak,
-        "peak_phase": use.peak_phase,
-        "components": use.components,
-        "phases": {phase: dict(at) for phase, at in use.phases.items()},
-        "saved": dict(use.saved),
-        "allocated": use.allocated,
-    }
-
-
-def size_text(size: int) -> str:
-    """A size in words.
-
-    >>> size_text(1_500), size_text(58_519_832), size_text(1_342_252_977_508)
-    ('1.50 kB', '58.5 MB', '1,342 GB')
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            value = size / factor
-            return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
-    return f"{size} B"
