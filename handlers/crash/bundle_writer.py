@@ -52,6 +52,7 @@ class Failure:
     error: Exception | None  # None for an anomaly
     at: Engine  # that raised the error: `engine`, or one inside its run
     set_name: str | None  # of the validation set that it was validating
+    capacity: int | None = None  # bytes that the run's tensors could take on their device when it started
 
     @property
     def anomaly(self) -> AnomalyDetected | None:
@@ -149,7 +150,7 @@ class BundleWriter:
     def _estimate_memory(self) -> None:
         found = self._facts["memory"]
         assert isinstance(found, dict)
-        found |= needs(self._failure.engine, found)
+        found |= needs(self._failure.engine, self._failure.capacity)
 
     def _write_traceback(self, error: Exception) -> None:
         text = redacted("".join(traceback.format_exception(error)))
@@ -242,7 +243,9 @@ def plain_batch(value: object, depth: int = 0) -> object:
     A dataclass or another object becomes a dict of its fields; an object without fields its type as text.
     """
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()  # of a view, not of its whole storage
+        host = value.detach().cpu()
+        # of a view, not of its whole storage; but no copy else, for there may be no memory for it
+        return host if host.layout is torch.strided and host.untyped_storage().nbytes() == host.nbytes else host.clone()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(value.copy())
     if value is None or isinstance(value, (bool, int, float, str, bytes)):

@@ -32,6 +32,7 @@ from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.crash.bundle_writer import BundleWriter, Failure
 from pulsetrain.handlers.crash.crash_files import EVENTS, NOTE, read_bundle
+from pulsetrain.handlers.crash.memory_snapshot import capacity_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import scalars
 from pulsetrain.handlers.recorder.event_recorder import FREQUENT, EventRecorder
@@ -113,6 +114,7 @@ class CrashBundle(Handler):
         self._recorder: EventRecorder | None = None
         self._inner: tuple[Engine, str | None, int] | None = None  # engine inside the run that raised; set, error's id
         self._engine: weakref.ref[Engine] | None = None
+        self._capacity: int | None = None
 
     def attach(self, engine: Engine) -> Self:
         """Wait for a failure of the engine, or of one inside its run such as the evaluator.
@@ -138,6 +140,7 @@ class CrashBundle(Handler):
                 for event in Events:
                     if event not in _NOT_KEPT:
                         subscribe(event, self._keep, on_error="warn")
+            subscribe(Events.STARTED, self._on_started, on_error="warn")
             for event in FAULTS:
                 if event in self.faults or event.value in self.faults:
                     subscribe(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
@@ -150,6 +153,11 @@ class CrashBundle(Handler):
 
     def _keep(self, engine: Engine, event: Event) -> None:
         self._kept.append((event, scalars(engine.state.output) if event.type == _ITERATED else None))
+
+    def _on_started(self, engine: Engine) -> None:
+        outer = self._engine() if self._engine is not None else None
+        if engine is outer:
+            self._capacity = capacity_of(engine)
 
     def _on_fault(self, engine: Engine, event: Event) -> None:
         error = event.payload.error if isinstance(event.payload, ExceptionRaised) else None
@@ -165,7 +173,8 @@ class CrashBundle(Handler):
         inner, self._inner = self._inner, None
         at, set_name = inner[:2] if inner is not None and inner[2] == id(error) else (engine, None)
         try:
-            writer = BundleWriter(self.folder, Failure(engine, event, error, at, set_name), self._write_events)
+            failure = Failure(engine, event, error, at, set_name, self._capacity)
+            writer = BundleWriter(self.folder, failure, self._write_events)
             path = writer.write()
         except Exception as failed:
             get_logger("handlers").warning(

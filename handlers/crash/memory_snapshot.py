@@ -19,7 +19,7 @@ from pulsetrain.engine.memory.setup import Setup, without_values
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.engine_queries import device_of
 
-__all__ = ["advice", "held", "is_out_of_memory", "needs", "write_allocator_report"]
+__all__ = ["advice", "capacity_of", "held", "is_out_of_memory", "needs", "write_allocator_report"]
 
 _WANTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -38,23 +38,36 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def held(engine: Engine, error: BaseException) -> dict[str, object]:
     """What was asked for, and the bytes that the run still holds, by component; the failed step has freed the rest."""
-    device = _device_of(engine)
-    live = LiveTensors(device)
-    model, optimizer = model_of(engine), optimizer_of(engine)
-    live.mark(getattr(engine.state, "batch", None), "batch")
-    if model is not None and optimizer is not None:
-        live.mark_state(model, optimizer, getattr(engine, "strategy", None))
-    wanted = _WANTED.search(str(error))
+    device, wanted = _device_of(engine), _WANTED.search(str(error))
     return {
         "device": str(device),
         "requested": None if wanted is None else int(float(wanted[1]) * _UNITS[wanted[2].lower()]),
         "available": available(device),
-        "held": {name: size for name, size in live.sizes.items() if size},
+        "held": {name: size for name, size in _live(engine).sizes.items() if size},
     }
 
 
-def needs(engine: Engine, facts: Mapping[str, object]) -> dict[str, object]:
-    """The estimate of a training step, and the change with which it fits into what is available and held.
+def _live(engine: Engine) -> LiveTensors:
+    live = LiveTensors(_device_of(engine))
+    model, optimizer = model_of(engine), optimizer_of(engine)
+    live.mark(getattr(engine.state, "batch", None), "batch")
+    if model is not None and optimizer is not None:
+        live.mark_state(model, optimizer, getattr(engine, "strategy", None))
+    return live
+
+
+def capacity_of(engine: Engine) -> int | None:
+    """The bytes that the run's tensors can take on their device: those that are left, and those that they take now."""
+    left = available(_device_of(engine))
+    return None if left is None else left + _live(engine).total
+
+
+def needs(engine: Engine, capacity: int | None) -> dict[str, object]:
+    """The estimate of a training step, and the change with which it fits.
+
+    Args:
+        engine: trains.
+        capacity: the bytes to fit into.
 
     Raises:
         LookupError: the engine does not train by a TorchBackend in place.
@@ -74,22 +87,18 @@ def needs(engine: Engine, facts: Mapping[str, object]) -> dict[str, object]:
         setup = without_values(setup)
         use = estimate(setup)
         found: dict[str, object] = {"estimated": use_as_dict(use)}
-        left, holds = facts["available"], facts["held"]
-        if isinstance(left, int) and isinstance(holds, Mapping):
-            left += sum(holds.values())
-            found |= {"left": left, "remedy": _advice(setup, use, left)}
+        if capacity is not None:
+            found |= {"capacity": capacity, "remedy": _advice(setup, use, capacity)}
     return found
 
 
-def _advice(setup: Setup, use: MemoryUse, left: int) -> str:
+def _advice(setup: Setup, use: MemoryUse, capacity: int) -> str:
     """The first change that fits, in words."""
-    needed, there = size_text(use.peak), size_text(left)
-    if use.peak <= left:
-        return (
-            f"a step needs {needed} and {there} are there: look for what else holds memory, in this process or others"
-        )
+    says = f"a step needs {size_text(use.peak)}, and there were {size_text(capacity)} for it"
+    if use.peak <= capacity:
+        return f"{says}: look for what else holds memory, in this process or others"
     best: Remedy | None = None
-    for each in remedies(setup, use, left):
+    for each in remedies(setup, use, capacity):
         if best is None or each.fits or each.peak < best.peak:
             best = each
         if each.fits:
@@ -97,7 +106,7 @@ def _advice(setup: Setup, use: MemoryUse, left: int) -> str:
     assert best is not None
     verdict = f"{size_text(best.peak)} with this change" if best.fits else f"and still {size_text(best.peak)} with it"
     settings = "".join(f", {name}={value!r}" for name, value in best.settings.items())
-    return f"a step needs {needed} and {there} are there; {verdict}: {best.what}{settings}"
+    return f"{says}; {verdict}: {best.what}{settings}"
 
 
 def advice(facts: Mapping[str, object]) -> str | None:
