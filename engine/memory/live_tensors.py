@@ -140,6 +140,7 @@ class LiveTensors(TorchDispatchMode):
                 self._bytes[block.component] -= block.size
                 self._bytes[component] += block.size
                 block.component = component
+        self._note_peak()
 
     def mark_state(self, model: nn.Module, optimizer: Optimizer, strategy: object = None) -> None:
         """Count a model, its gradients, its optimizer, and what the strategy holds, such as a reference model."""
@@ -163,11 +164,14 @@ class LiveTensors(TorchDispatchMode):
         for each in made:
             if isinstance(each, Tensor):
                 self._see(each)
-        own = workspace(func, args, found) if self._mode is not None else 0
+        self._note_peak(workspace(func, args, found) if self._mode is not None else 0)
+        return found
+
+    def _note_peak(self, own: int = 0) -> None:
+        """Keep what is in use if nothing was more; `own` is what a kernel needs for itself."""
         if self.total + own >= self._totals.get(self.phase, 0):  # of equal ones the last, when all are marked
             self._totals[self.phase] = self.total + own
             self.peaks[self.phase] = {**self._bytes, "kernels": own}
-        return found
 
     def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of an operation; it has values if its inputs do and it is small."""

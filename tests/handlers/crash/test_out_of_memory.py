@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -158,7 +160,7 @@ from pulsetrain.engine import Events, SupervisedStrategy
 from pulsetrain.handlers import CrashBundle
 
 model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(12)])
-rows = 40_000  # 41 MB for each output
+rows = int(sys.argv[2])  # of 1 kB each
 data = [(torch.ones(64, 256), torch.zeros(64, 256))] * 2 + [(torch.ones(rows, 256), torch.zeros(rows, 256))] * 2
 handlers = [CrashBundle(sys.argv[1])]
 run = Trainer(model, data, strategy=SupervisedStrategy("mse"), config=TrainingConfig(seed=0), handlers=handlers)
@@ -178,9 +180,18 @@ except RuntimeError as error:
 def test_a_process_that_runs_into_its_limit_says_which_batch_would_fit(tmp_path: Path) -> None:
     script = tmp_path / "limited.py"
     script.write_text(textwrap.dedent(LIMITED))
-    words = [sys.executable, str(script), str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
-    assert "in place of 40000" in done.stdout, done.stdout + done.stderr
+
+    def run(rows: int, name: str) -> str:
+        words = [sys.executable, str(script), str(tmp_path / name), str(rows)]
+        # the limit is on addresses, which the heaps of threads would take without using them
+        environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True, env=environment)
+        return done.stdout + done.stderr
+
+    output = run(40_000, "run")
+    found = re.search(r"^memory: .* batches of (\d+) rows in place of 40000", output, re.MULTILINE)
+    assert found, output
+    assert "memory: " not in run(int(found[1]), "smaller")
     bundle = read_bundle(next((tmp_path / "run" / "crash").iterdir()))
     assert bundle.memory["requested"] == 40_000 * 256 * 4
     assert bundle.memory["estimated"]["peak"] > bundle.memory["capacity"]
