@@ -58,10 +58,10 @@ _CUDA_BLOCK = 512  # bytes, to a multiple of which CUDA's allocator rounds up
 class _Block:
     """A storage that is alive."""
 
-    __slots__ = ("component", "module", "ref", "size")
+    __slots__ = ("component", "made", "module", "ref", "size")
 
-    def __init__(self, size: int, component: str, module: str, ref: object) -> None:
-        self.size, self.component, self.module, self.ref = size, component, module, ref
+    def __init__(self, size: int, component: str, module: str, made: int, ref: object) -> None:
+        self.size, self.component, self.module, self.made, self.ref = size, component, module, made, ref
 
 
 class LiveTensors(TorchDispatchMode):
@@ -94,6 +94,8 @@ class LiveTensors(TorchDispatchMode):
         self.total = 0
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._totals: dict[str, int] = {}  # of peaks
+        self._reached: dict[str, int] = {}  # the operation of each peak
+        self._operations = 0
         self._blocks: dict[int, _Block] = {}  # by the id of a storage, which stays the same while it is alive
         self._modules: list[str] = []  # that compute now, innermost last
 
@@ -139,8 +141,10 @@ class LiveTensors(TorchDispatchMode):
             if block.component != component:
                 self._bytes[block.component] -= block.size
                 self._bytes[component] += block.size
+                if block.made < self._reached.get(self.phase, 0):  # it was there at the peak
+                    self.peaks[self.phase][block.component] -= block.size
+                    self.peaks[self.phase][component] += block.size
                 block.component = component
-        self._note_peak()
 
     def mark_state(self, model: nn.Module, optimizer: Optimizer, strategy: object = None) -> None:
         """Count a model, its gradients, its optimizer, and what the strategy holds, such as a reference model."""
@@ -169,8 +173,9 @@ class LiveTensors(TorchDispatchMode):
 
     def _note_peak(self, own: int = 0) -> None:
         """Keep what is in use if nothing was more; `own` is what a kernel needs for itself."""
+        self._operations += 1
         if self.total + own >= self._totals.get(self.phase, 0):  # of equal ones the last, when all are marked
-            self._totals[self.phase] = self.total + own
+            self._totals[self.phase], self._reached[self.phase] = self.total + own, self._operations
             self.peaks[self.phase] = {**self._bytes, "kernels": own}
 
     def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -233,9 +238,8 @@ class LiveTensors(TorchDispatchMode):
 
     def _add(self, storage: UntypedStorage, component: str) -> _Block:
         key, module = id(storage), self._modules[-1] if self._modules else LOSS
-        block = _Block(
-            self._rounded(storage.nbytes()), component, module, weakref.ref(storage, lambda _: self._free(key))
-        )
+        ref = weakref.ref(storage, lambda _: self._free(key))
+        block = _Block(self._rounded(storage.nbytes()), component, module, self._operations, ref)
         self._blocks[key] = block
         self._count(component, block.size)
         return block

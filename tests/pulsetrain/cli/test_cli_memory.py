@@ -137,7 +137,7 @@ def test_what_does_not_fit_comes_with_changes_and_their_effect(
     assert low["estimated"]["peak"] == changes["training.precision"]["peak"]
 
 
-def test_what_is_not_known_to_fit_is_no_failure(folder: Path, capsys: Streams, left: dict[str, int | None]) -> None:
+def test_what_is_not_known_to_fit_does_not_fail(folder: Path, capsys: Streams, left: dict[str, int | None]) -> None:
     left["bytes"] = None
     found = answer(capsys)
     assert found["fits"] is None
