@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class MemoryUse:
         saved: what the forward pass leaves for the backward pass, by the module that made it; "" is the model itself,
             and "loss" is outside of it.
         assumed: how often the model has read a value that the estimate does not know.
+        unknown: operations that keep memory of which an estimate does not know the size.
         allocated: the peak by the count of the device's allocator, which also sees what kernels allocate for
             themselves; None in an estimate.
     """
@@ -40,6 +42,7 @@ class MemoryUse:
     phases: Mapping[str, Mapping[str, int]]
     saved: Mapping[str, int]
     assumed: int = 0
+    unknown: tuple[str, ...] = ()
     allocated: int | None = None
 
     @property
@@ -81,12 +84,25 @@ def estimate(setup: Setup) -> MemoryUse:
         setup = without_values(setup)
         mode = mode_of(setup)
     try:
-        return _record(setup, mode)
+        with _silent():
+            return _record(setup, mode)
     except (DynamicOutputShapeException, NotImplementedError) as error:
         operation = getattr(error, "func", None) or str(error).splitlines()[0]
         raise ConfigurationError(
             f"{type(setup.model).__name__} cannot be estimated: {operation} needs the values of its tensors; measure it"
         ) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without torch's log of an error in an operation without values, which is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def measure(setup: Setup) -> MemoryUse:
@@ -100,12 +116,13 @@ def _record(setup: Setup, mode: FakeTensorMode | None) -> MemoryUse:
     held = setup.batch if mode is None else faked(setup.batch, mode)
     live.mark(held, "batch")
     with live.watching(setup.model, setup.optimizer, setup.strategy):
-        for _ in range(1 if setup.optimizer.state else UPDATES):
+        for _ in range(UPDATES):
             _update(setup, mode, live)
     return MemoryUse(
         phases={phase: live.peaks.get(phase, dict.fromkeys(COMPONENTS, 0)) for phase in PHASES},
         saved=dict(sorted(live.saved.items(), key=lambda each: -each[1])),
         assumed=live.assumed,
+        unknown=tuple(sorted(live.unknown)),
     )
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["workspace"]
+__all__ = ["UNKNOWN", "workspace"]
+
+UNKNOWN = (torch.ops.aten.mkldnn_rnn_layer.default,)  # an LSTM on the CPU keeps a workspace for the backward pass
 
 # oneDNN computes over blocks of 16 channels: tensors are copied into such blocks first, the result is copied back.
 # Compared with torch's allocator, torch 2.13 and AVX-512, bytes beside the outputs, actual / by these formulas:

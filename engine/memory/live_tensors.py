@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pulsetrain.engine.memory.kernels import workspace
+from pulsetrain.engine.memory.kernels import UNKNOWN, workspace
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree
 
@@ -90,6 +90,7 @@ class LiveTensors(TorchDispatchMode):
         self.phase = PHASES[0]
         self.peaks: dict[str, dict[str, int]] = {}  # by phase, at the peak of each: bytes by component
         self.saved: dict[str, int] = {}  # what the last forward pass left for the backward pass: bytes by module
+        self.unknown: set[str] = set()  # operations without values whose outputs have another size than with them
         self.assumed = 0  # how often the value of a tensor without values was asked for
         self.total = 0
         self._bytes = dict.fromkeys(COMPONENTS, 0)
@@ -168,7 +169,12 @@ class LiveTensors(TorchDispatchMode):
         for each in made:
             if isinstance(each, Tensor):
                 self._see(each)
-        self._note_peak(workspace(func, args, found) if self._mode is not None else 0)
+        if self._mode is None:
+            self._note_peak()
+        else:
+            self._note_peak(workspace(func, args, found))
+            if func in UNKNOWN:
+                self.unknown.add(str(func))
         return found
 
     def _note_peak(self, own: int = 0) -> None:

@@ -74,4 +74,6 @@ def use_as_dict(use: MemoryUse) -> dict[str, object]:
         "phases": {phase: dict(at) for phase, at in use.phases.items()},
         "saved": dict(use.saved),
         "allocated": use.allocated,
+        "assumed": use.assumed,
+        "unknown": list(use.unknown),
     }

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pulsetrain.cli.reports import FAILED, OK, until_closed
@@ -44,30 +45,59 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     config, base = read_config(arguments.config, arguments.settings), base_of(arguments.config.parent)
     setup, notes = setup_without_values(config, base)
-    use, left = estimate(setup), available(setup.backend.device)
+    found = _Found(setup, _estimate(setup, notes, or_measure=arguments.measure), available(setup.backend.device), notes)
+    if found.use is not None:
+        _explain(found.use, setup, config, notes)
+        if not found.fits and found.left is not None:
+            found.changes = list(remedies(setup, found.use, found.left))
+    if arguments.measure and found.fits:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write on standard error
+        print("measuring ...", file=sys.stderr)
+        found.measured = measure(setup_with_values(config, base))
+    elif arguments.measure:
+        notes.append("not measured, since it does not fit")
+    with until_closed():
+        print(json.dumps(_as_dict(found)) if arguments.json else "\n".join(_lines(found, config)))
+    return OK if found.fits else FAILED
+
+
+@dataclass
+class _Found:
+    """What is printed."""
+
+    setup: Setup
+    use: MemoryUse | None  # None if it could not be estimated
+    left: int | None
+    notes: list[str]
+    measured: MemoryUse | None = None
+    changes: Sequence[Remedy] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is not known to be too much."""
+        return self.use is None or self.left is None or self.use.peak <= self.left
+
+
+def _estimate(setup: Setup, notes: list[str], *, or_measure: bool) -> MemoryUse | None:
+    try:
+        return estimate(setup)
+    except Exception as error:
+        if not or_measure:
+            error.add_note("--measure shows what it needs with values")
+            raise
+        notes.append(f"not estimated: {str(error).splitlines()[0]}")
+        return None
+
+
+def _explain(use: MemoryUse, setup: Setup, config: Mapping[str, Any], notes: list[str]) -> None:
     if use.assumed:
-        notes.append(
-            f"the model reads the values of its tensors; {use.assumed} of them were assumed to be 0, 1 or false"
-        )
-    fits = left is None or use.peak <= left
-    changes = [] if left is None or fits else list(remedies(setup, use, left))
+        notes.append(f"the model reads values of its tensors; {use.assumed} times, 0, 1 or false was assumed")
+    if use.unknown:
+        notes.append(f"{', '.join(use.unknown)} keeps more than is known without values; --measure shows it")
     split = _processes(config)
     if split > 1:
         each = size_text(sharded(setup.model, use, split))
         notes.append(f"these are the sizes for one process; each of {split}, with shard: {split}, needs about {each}")
-    measured = None
-    if arguments.measure and fits:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write on standard error
-        print("measuring ...", file=sys.stderr)
-        measured = measure(setup_with_values(config, base))
-    elif arguments.measure:
-        notes.append("not measured, since it does not fit")
-    with until_closed():
-        if arguments.json:
-            print(json.dumps(_as_dict(setup, use, measured, left, changes, notes)))
-        else:
-            print("\n".join(_lines(setup, use, measured, left, changes, notes, config)))
-    return OK if fits else FAILED
 
 
 def _processes(config: Mapping[str, Any]) -> int:
@@ -76,43 +106,37 @@ def _processes(config: Mapping[str, Any]) -> int:
     return shard if isinstance(shard, int) else 1
 
 
-def _lines(
-    setup: Setup,
-    use: MemoryUse,
-    measured: MemoryUse | None,
-    left: int | None,
-    changes: Sequence[Remedy],
-    notes: Sequence[str],
-    config: Mapping[str, Any],
-) -> Iterator[str]:
+def _lines(found: _Found, config: Mapping[str, Any]) -> Iterator[str]:
+    setup, use, measured = found.setup, found.use, found.measured
     count = sum(each.numel() for each in setup.model.parameters())
     settings = setup.backend.settings
     yield f"{type(setup.model).__name__}, {count:,} parameters, {settings.precision} on {settings.device}"
     together = "" if setup.accumulate == 1 else f", {setup.accumulate} to an update"
     yield f"a batch of {describe(setup.batch)}{together}"
+    for name, each in (("estimated", use), ("measured", measured)):
+        if each is not None:
+            yield ""
+            yield from use_table(name, each)
     yield ""
-    yield from use_table("estimated", use)
+    if use is not None:
+        yield f"estimated peak  {size_text(use.peak)}, in the {use.peak_phase} phase"
     if measured is not None:
+        difference = "" if use is None else f"; the estimate differs by {(use.peak / measured.peak - 1):+.1%}"
+        yield f"measured peak   {size_text(measured.peak)} by the allocator's count{difference}"
+    if found.left is not None:
+        verdict = "" if use is None else f": it {'fits' if found.fits else 'does not fit'}"
+        yield f"available       {size_text(found.left)} on {settings.device}{verdict}"
+    if (shown := use or measured) is not None:
         yield ""
-        yield from use_table("measured", measured)
-    yield ""
-    yield f"estimated peak  {size_text(use.peak)}, in the {use.peak_phase} phase"
-    if measured is not None:
-        difference = f"the estimate differs by {(use.peak / measured.peak - 1):+.1%}"
-        yield f"measured peak   {size_text(measured.peak)} by the allocator's count; {difference}"
-    if left is not None:
-        verdict = "fits" if use.peak <= left else "does not fit"
-        yield f"available       {size_text(left)} on {settings.device}: it {verdict}"
-    yield ""
-    yield from kept_lines(use)
-    if changes:
+        yield from kept_lines(shown)
+    if found.changes:
         yield ""
         yield "what would change it:"
-    for change in changes:
+    for change in found.changes:
         yield f"  {size_text(change.peak):>10}, {'fits' if change.fits else 'too much'}: {change.what}"
         if options := _options(change, setup, config):
             yield f"{'':>14}{options}"
-    for note in notes:
+    for note in found.notes:
         yield f"note: {note}"
 
 
@@ -126,22 +150,16 @@ def _options(change: Remedy, setup: Setup, config: Mapping[str, Any]) -> str:
     return " ".join(words).replace('"', "'")
 
 
-def _as_dict(
-    setup: Setup,
-    use: MemoryUse,
-    measured: MemoryUse | None,
-    left: int | None,
-    changes: Sequence[Remedy],
-    notes: Sequence[str],
-) -> dict[str, object]:
+def _as_dict(found: _Found) -> dict[str, object]:
+    setup = found.setup
     return {
         "model": type(setup.model).__name__,
         "device": str(setup.backend.settings.device),
         "precision": setup.backend.settings.precision,
-        "estimated": use_as_dict(use),
-        "measured": None if measured is None else use_as_dict(measured),
-        "available": left,
-        "fits": None if left is None else use.peak <= left,
+        "estimated": None if found.use is None else use_as_dict(found.use),
+        "measured": None if found.measured is None else use_as_dict(found.measured),
+        "available": found.left,
+        "fits": None if found.left is None or found.use is None else found.fits,
         "changes": [
             {
                 "what": each.what,
@@ -150,7 +168,7 @@ def _as_dict(
                 "settings": dict(each.settings),
                 "rows": each.rows,
             }
-            for each in changes
+            for each in found.changes
         ],
-        "notes": list(notes),
+        "notes": found.notes,
     }

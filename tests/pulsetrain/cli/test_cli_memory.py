@@ -41,6 +41,19 @@ MORE = """
             super().__init__()
             self.first = float(self.head.weight[0, 0])
 
+    class Selecting(Deep):
+        def forward(self, x):
+            y = super().forward(x)
+            return y[y > -1e9].reshape(len(x), 1)
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.head(self.layer(x[:, None])[0][:, -1])
+
     class Broken(Deep):
         def __init__(self):
             raise KeyError("nothing works")
@@ -160,6 +173,26 @@ def test_a_constructor_that_needs_values_is_called_with_them_and_a_note_says_so(
     )
     (note,) = found["notes"]
     assert note.startswith("the model's constructor needs values, so it was made with them (")
+
+
+def test_what_cannot_be_estimated_is_measured(deep: Path, capsys: Streams) -> None:
+    words = ("--model", "deep.Selecting")
+    assert needs(*words) == 2
+    assert "Selecting cannot be estimated: aten." in capsys.readouterr().err
+    found = answer(capsys, *words, "--measure")
+    assert found["estimated"] is None
+    assert found["measured"]["peak"] > 0
+    assert found["notes"][0].startswith("not estimated: Selecting cannot be estimated: aten.")
+    assert needs(*words, "--measure") == 0
+    output = capsys.readouterr().out
+    assert "measured peak " in output
+    assert "estimated peak" not in output
+
+
+def test_memory_of_unknown_size_is_noted(deep: Path, capsys: Streams) -> None:
+    found = answer(capsys, "--model", "deep.Recurrent")
+    assert found["estimated"]["unknown"] == ["aten.mkldnn_rnn_layer.default"]
+    assert "keeps more than is known without values" in found["notes"][0]
 
 
 def test_shards_are_worked_out_for_one_process(folder: Path, capsys: Streams) -> None:
