@@ -150,7 +150,8 @@ class BundleWriter:
     def _estimate_memory(self) -> None:
         found = self._facts["memory"]
         assert isinstance(found, dict)
-        found |= needs(self._failure.engine, self._failure.capacity)
+        assert self._failure.error is not None
+        found |= needs(self._failure.engine, self._failure.error, self._failure.capacity)
 
     def _write_traceback(self, error: Exception) -> None:
         text = redacted("".join(traceback.format_exception(error)))

@@ -19,7 +19,7 @@ from pulsetrain.engine.memory.setup import Setup, without_values
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.engine_queries import device_of
 
-__all__ = ["advice", "capacity_of", "held", "is_out_of_memory", "needs", "write_allocator_report"]
+__all__ = ["advice", "capacity_of", "held", "is_out_of_memory", "needs", "requested_by", "write_allocator_report"]
 
 _WANTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -38,13 +38,23 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def held(engine: Engine, error: BaseException) -> dict[str, object]:
     """What was asked for, and the bytes that the run still holds, by component; the failed step has freed the rest."""
-    device, wanted = _device_of(engine), _WANTED.search(str(error))
+    device = _device_of(engine)
     return {
         "device": str(device),
-        "requested": None if wanted is None else int(float(wanted[1]) * _UNITS[wanted[2].lower()]),
+        "requested": requested_by(error),
         "available": available(device),
         "held": {name: size for name, size in _live(engine).sizes.items() if size},
     }
+
+
+def requested_by(error: BaseException) -> int | None:
+    """The bytes that could not be allocated; None where the error does not say.
+
+    >>> requested_by(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    2147483648
+    """
+    wanted = _WANTED.search(str(error))
+    return None if wanted is None else int(float(wanted[1]) * _UNITS[wanted[2].lower()])
 
 
 def _live(engine: Engine) -> LiveTensors:
@@ -62,11 +72,12 @@ def capacity_of(engine: Engine) -> int | None:
     return None if left is None else left + _live(engine).total
 
 
-def needs(engine: Engine, capacity: int | None) -> dict[str, object]:
+def needs(engine: Engine, error: BaseException, capacity: int | None) -> dict[str, object]:
     """The estimate of a training step, and the change with which it fits.
 
     Args:
         engine: trains.
+        error: of the allocation.
         capacity: the bytes to fit into.
 
     Raises:
@@ -88,13 +99,15 @@ def needs(engine: Engine, capacity: int | None) -> dict[str, object]:
         use = estimate(setup)
         found: dict[str, object] = {"estimated": use_as_dict(use)}
         if capacity is not None:
-            found |= {"capacity": capacity, "remedy": _advice(setup, use, capacity)}
+            found |= {"capacity": capacity, "remedy": _advice(setup, use, capacity, requested_by(error))}
     return found
 
 
-def _advice(setup: Setup, use: MemoryUse, capacity: int) -> str:
+def _advice(setup: Setup, use: MemoryUse, capacity: int, requested: int | None) -> str:
     """The first change that fits, in words."""
     says = f"a step needs {size_text(use.peak)}, and there were {size_text(capacity)} for it"
+    if use.peak <= capacity and requested is not None and requested > capacity:
+        return f"{says}; one allocation, of {size_text(requested)}, was more than that: the traceback shows where"
     if use.peak <= capacity:
         return f"{says}: look for what else holds memory, in this process or others"
     best: Remedy | None = None

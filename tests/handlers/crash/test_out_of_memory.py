@@ -84,7 +84,12 @@ def test_the_estimate_is_in_the_bundle_by_phase_and_module(tmp_path: Path, left:
 
 
 def test_where_a_step_fits_it_says_to_look_elsewhere(tmp_path: Path, left: dict[str, int]) -> None:
+    left["bytes"] = 2 * TOO_MUCH
     assert "look for what else holds memory" in failing(tmp_path).memory["remedy"]
+
+
+def test_one_allocation_that_could_never_fit_is_named(tmp_path: Path, left: dict[str, int]) -> None:
+    assert "one allocation, of 288,230,376 GB, was more than that" in failing(tmp_path).memory["remedy"]
 
 
 def test_a_smaller_batch_is_named_where_that_fits(tmp_path: Path, left: dict[str, int]) -> None:
