@@ -44,13 +44,14 @@ def workspace(operation: object, arguments: Sequence[Any], outputs: object) -> i
         images, weight, strides, wanted = arguments[1], arguments[2], arguments[4], arguments[10]
         if _is_blocked(images):
             read = _blocked(images) if images.shape[1] > _FEW else 0
-            of_images = images.nbytes if wanted[0] else 0
-            whole = of_images + read + _blocked(gradient) + weight.nbytes
+            in_blocks = _blocked(gradient) + weight.nbytes
+            outputs = (images.nbytes if wanted[0] else 0) + (weight.nbytes if wanted[1] else 0)
+            whole = outputs
+            if wanted[1]:  # the gradient of the weight, which is computed last
+                whole = outputs + max(read + _blocked(gradient), weight.nbytes)
             if wanted[0]:
-                whole = max(whole, _blocked(images) + _blocked(gradient) + weight.nbytes)
-            if wanted[0] and max(strides) > 1:
-                whole = max(whole, 3 * images.nbytes)
-            return max(whole - of_images - weight.nbytes, 0)
+                whole = max(whole, _blocked(images) + in_blocks, 3 * images.nbytes if max(strides) > 1 else 0)
+            return whole - outputs
     return 0
 
 

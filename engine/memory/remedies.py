@@ -56,10 +56,11 @@ def remedies(setup: Setup, use: MemoryUse, available: int) -> Iterator[Remedy]:
         setup = without_values(setup) if mode_of(setup) is None else setup
         yield from _in_one_process(setup, use, available)
     processes = 2
-    while (peak := sharded(setup.model, use, processes)) > available and processes < MOST_PROCESSES:
+    rows = rows_of(setup.batch)
+    while (peak := sharded(setup.model, use, processes, rows)) > available and processes < MOST_PROCESSES:
         processes *= 2
     yield Remedy(
-        what=f"split the model and the batch over {processes} processes",
+        what=f"split the model, and the rows of the batch, over {processes} processes",
         peak=peak,
         fits=peak <= available,
         settings={"parallel.shard": processes},
@@ -145,11 +146,11 @@ def _smaller_batch(setup: Setup, use: MemoryUse, available: int) -> Remedy | Non
     return found
 
 
-def sharded(model: nn.Module, use: MemoryUse, processes: int) -> int:
+def sharded(model: nn.Module, use: MemoryUse, processes: int, rows: int) -> int:
     """About the peak of each of so many processes that share out the model and the batch (FSDP2), by arithmetic.
 
-    Each holds its part of the weights, gradients and optimizer state. While it computes, the weights outside of the
-    blocks are whole, and so are those of two blocks, with the gradients of one.
+    Each holds its part of the weights, gradients and optimizer state, and of the batch at least a row. While it
+    computes, the weights outside of the blocks are whole, and so are those of two blocks, with the gradients of one.
     """
     at = use.phases[use.peak_phase]
     of_model = at["parameters"] + at["gradients"] + at["optimizer"]
@@ -158,7 +159,8 @@ def sharded(model: nn.Module, use: MemoryUse, processes: int) -> int:
     blocks = [_bytes_of(child) for each in lists for child in each]
     whole = _bytes_of(model)
     gathered = max(whole - sum(blocks), 0) + 3 * max(blocks, default=whole)
-    return (of_model + of_batch) // processes + at["buffers"] + min(gathered, 2 * whole)
+    parts = max(min(processes, rows), 1)
+    return of_model // processes + of_batch // parts + at["buffers"] + min(gathered, 2 * whole)
 
 
 def repeated_blocks(model: nn.Module, use: MemoryUse) -> str | None:

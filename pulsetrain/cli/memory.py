@@ -96,7 +96,7 @@ def _explain(use: MemoryUse, setup: Setup, config: Mapping[str, Any], notes: lis
         notes.append(f"{', '.join(use.unknown)} keeps more than is known without values; --measure shows it")
     split = _processes(config)
     if split > 1:
-        each = size_text(sharded(setup.model, use, split))
+        each = size_text(sharded(setup.model, use, split, rows_of(setup.batch)))
         notes.append(f"these are the sizes for one process; each of {split}, with shard: {split}, needs about {each}")
 
 

@@ -317,3 +317,12 @@ def test_convolutions_without_values_make_no_convolution() -> None:
         batch=batch,
     )
     assert estimate(on_meta).peak == pytest.approx(estimate(setup_of("convolutions")).peak, rel=0.001)
+
+
+def test_a_run_that_has_made_updates_is_estimated_like_a_new_one() -> None:
+    setup = linear(options={"fused": False, "foreach": False})  # it reads the number of its step
+    for _ in range(2):
+        setup.model(setup.batch[0]).sum().backward()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+    assert estimate(setup).phases == estimate(linear(options={"fused": False, "foreach": False})).phases

@@ -103,7 +103,7 @@ def test_a_smaller_batch_is_named_where_that_fits(tmp_path: Path, left: dict[str
 def test_sharding_is_named_where_the_weights_alone_are_too_large(tmp_path: Path, left: dict[str, int]) -> None:
     left["bytes"] = 0
     memory = failing(tmp_path, nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(64)])).memory
-    assert "split the model and the batch over" in memory["remedy"]
+    assert "split the model, and the rows of the batch, over" in memory["remedy"]
     assert "parallel.shard=" in memory["remedy"]
 
 
