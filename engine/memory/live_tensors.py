@@ -5,9 +5,9 @@ shared weights, copies by autocast and recomputed activations count as they are.
 and for fake ones. What a kernel allocates and frees itself is not seen; for fake tensors, what is known of it is added.
 
 torch.distributed._tools.mem_tracker.MemTracker does something similar, but it patches UntypedStorage.resize_ and hooks
-every module and optimizer of the process, visits all modules at each operation (minutes for a model of 80 layers),
-refuses a second iteration, does not say which module made what is kept for the backward pass, and leaves tensors such
-as positions without values, which makes Hugging Face's models compute otherwise.
+every module and optimizer of the process, visits all modules at each operation, refuses a second iteration, does not
+say which module made what is kept for the backward pass, and leaves tensors such as positions without values, which
+makes Hugging Face's models compute otherwise.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from pulsetrain.configuration.assemble import Parts, make_parts, with_run_folder
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.engine import ConfigurationError, PulsetrainError, TorchBackend
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.torch import find_device
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.memory.setup import Setup, model_without_values, no_values
@@ -87,6 +88,7 @@ def _check(parts: Parts) -> None:
 
 
 def _first_batch(parts: Parts) -> Any:
+    check_type("Trainer", "train_loader", parts.train_loader, Iterable, "an iterable of batches, such as a DataLoader")
     batch = next(iter(parts.train_loader), None)
     if batch is None:
         raise ConfigurationError("data: the training set has no batch; give it more data or a smaller batch size")

@@ -54,6 +54,12 @@ MORE = """
         def forward(self, x):
             return self.head(self.layer(x[:, None])[0][:, -1])
 
+    def no_loader():
+        return 3
+
+    def no_batch():
+        return iter(())
+
     class Broken(Deep):
         def __init__(self):
             raise KeyError("nothing works")
@@ -215,6 +221,8 @@ def test_a_compiled_model_is_estimated_as_it_is_without(folder: Path, capsys: St
         (["--model.init_args.width", "7"], "needs an even width"),
         (["--model", "deep.Broken"], "in model: KeyError: 'nothing works'"),
         (["--data", "data.nothing"], "data: the training set has no batch"),
+        (["--data", "deep.no_loader"], "data: train_loader=3: needs an iterable of batches"),
+        (["--data", "deep.no_batch"], "data: the training set has no batch"),
         (["--data", "data.loaders", "--data.init_args.features", "5"], "RuntimeError: "),
         (["--training.activation_checkpointing", "blocks.*"], "no module of Net has such a name"),
         (["--backend", "jax"], "backend: JaxBackend computes with values"),
