@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,6 +108,13 @@ class TorchComputation:
         self._plain = (
             self.precision.dtype is None and self.activation_offload is None
         )  # the forward pass has no context
+        self.settings = replace(
+            settings,
+            device=self.device,
+            precision=self.precision.name,
+            compile=self.compile,
+            activation_checkpointing=self.activation_checkpointing,
+        )
         self._moves = self.device.type != "cpu"
 
     def release(self) -> None:
@@ -131,7 +139,9 @@ class TorchComputation:
     def module_to_device(self, model: object) -> nn.Module:
         """The model on the device, compiled and with its activations recomputed if asked for."""
         module = self.checked_module(model)
-        module.to(self.device)
+        device = torch.empty(0, device=self.device).device  # with its index
+        if any(each.device != device for each in (*module.parameters(), *module.buffers())):
+            module.to(self.device)
         if self.compile:
             module.compile()
         return module
