@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine import SupervisedStrategy
-from pulsetrain.engine.memory.estimate import estimate
+from examples.byte_lm.model import ByteGPT
+from pulsetrain.engine import PretrainStrategy, SupervisedStrategy, Topology, TorchBackend
+from pulsetrain.engine.distributed.shards import local
+from pulsetrain.engine.memory.estimate import estimate, peak_allocated
 from pulsetrain.engine.memory.remedies import first_rows, remedies, repeated_blocks, rows_of, sharded
 from pulsetrain.engine.memory.setup import Setup, without_values
+from pulsetrain.engine.optimizers import create_optimizer
+from pulsetrain.engine.step.backend import OptimizerRequest
+from pulsetrain.engine.step.protocols import BackendSettings
+from tests.support.ranks import in_processes
 from tests.support.setups import linear, setup_of
 
 WIDTH = 64
@@ -127,3 +133,33 @@ def test_rows_are_cut_in_all_tensors_of_a_batch_and_nothing_is_copied() -> None:
 @pytest.mark.parametrize("batch", [[], "text", {"x": 3}, torch.tensor(1.0)])
 def test_a_batch_without_rows_has_none(batch: object) -> None:
     assert rows_of(batch) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [{"layers": 8, "width": 256, "context": 128}, {"layers": 8, "width": 512, "heads": 8, "context": 32}],
+    ids=["activations", "weights"],
+)
+def test_the_share_of_a_process_is_about_what_two_processes_allocate(sizes: dict[str, int]) -> None:
+    def body(rank: int) -> int:
+        """The peak of a step once the optimizer has its state."""
+        backend, strategy = TorchBackend(topology=Topology(shard=2)), PretrainStrategy(unit="byte")
+        backend.configure(BackendSettings(device="cpu"))
+        request = OptimizerRequest(build=lambda module: create_optimizer(module, "adamw", 1e-3))
+        store = backend.make_store(ByteGPT(**sizes), request, strategy)
+        batch = torch.randint(0, 256, (4, sizes["context"] + 1))
+
+        def step() -> None:
+            backend.train_step(store.state, backend.prepare_batch(batch, strategy), strategy, donate=True)
+
+        step()
+        states = [each for state in store.optimizer.state.values() for each in state.values()]
+        return sum(local(each).nbytes for each in (*store.module.parameters(), *states)) + peak_allocated(step)
+
+    batch = torch.randint(0, 256, (8, sizes["context"] + 1))
+    whole = setup_of(ByteGPT(**sizes), batch=batch, strategy=PretrainStrategy(unit="byte"))
+    share = sharded(whole.model, estimate(whole), 2, rows=8)
+    ended = in_processes(body, own_group=True)
+    assert [each.error for each in ended] == ["", ""]
+    assert [each.value for each in ended] == pytest.approx([share, share], rel=0.15)
