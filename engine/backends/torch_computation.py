@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,6 +109,13 @@ class TorchComputation:
         self._plain = (
             self.precision.dtype is None and self.activation_offload is None
         )  # the forward pass has no context
+        self.settings = replace(
+            settings,
+            device=self.device,
+            precision=self.precision.name,
+            compile=self.compile,
+            activation_checkpointing=self.activation_checkpointing,
+        )
         self._moves = self.device.type != "cpu"
 
     def release(self) -> None:

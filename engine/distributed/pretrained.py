@@ -86,7 +86,9 @@ def move(module: nn.Module, device: torch.device) -> None:
     """
     waiting = {name for name, each in _tensors(module) if each.is_meta}
     if not waiting or device.type == "meta":
-        module.to(device)
+        device = torch.empty(0, device=device).device  # with its index
+        if any(each.device != device for _, each in _tensors(module)):
+            module.to(device)
         return
     found = _waiting_for(module)
     lacking = sorted(name for name in waiting if name not in found)

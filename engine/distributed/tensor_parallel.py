@@ -176,7 +176,9 @@ def _on_parts(
         mesh: of the processes.
         replicated: parameters whose gradients are added up over the processes, with what they are multiplied by here.
     """
-    module.forward = _PartForward(module, enter, leave, mesh, dict(replicated or {}))
+    around = module.forward  # what computes it a second time in the backward pass has to find the parts again
+    inside = around if hasattr(around, "forward") else module
+    inside.forward = _PartForward(module, inside.forward, enter, leave, mesh, dict(replicated or {}))
     return module
 
 
@@ -184,12 +186,13 @@ class _PartForward:
     def __init__(
         self,
         module: nn.Module,
+        forward: Callable[[Tensor], Tensor],
         enter: Callable[[Tensor], Tensor],
         leave: Callable[[Tensor], Tensor],
         mesh: DeviceMesh,
         replicated: Mapping[str, float],
     ) -> None:
-        self._module, self._forward = module, module.forward
+        self._module, self._forward = module, forward
         self._enter, self._leave, self._mesh, self._replicated = enter, leave, mesh, replicated
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def fused_pays(
     if {"fused", "foreach", "differentiable"} & options.keys() or not trainable:
         return False
     devices = {parameter.device.type for _, parameter in trainable} - {"meta"}  # of layers of another process
-    if not all(name in _FUSED.get(device, ()) for device in devices):
+    if not devices or not all(name in _FUSED.get(device, ()) for device in devices):
         return False
     if not all(parameter.is_floating_point() for _, parameter in trainable):
         return False

@@ -26,6 +26,7 @@ from pulsetrain.engine.data.loaders import can_be_keyed
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.crash.crash_files import BATCH, CONFIG, CRASHES, FACTS, TRACEBACK
+from pulsetrain.handlers.crash.memory_snapshot import advice, held, is_out_of_memory, needs, write_allocator_report
 from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_file import write_run_file
@@ -51,6 +52,7 @@ class Failure:
     error: Exception | None  # None for an anomaly
     at: Engine  # that raised the error: `engine`, or one inside its run
     set_name: str | None  # of the validation set that it was validating
+    capacity: int | None = None  # bytes that the run's tensors could take on their device when it started
 
     @property
     def anomaly(self) -> AnomalyDetected | None:
@@ -122,12 +124,34 @@ class BundleWriter:
         yield "rows", self._find_rows
         yield "config", self._copy_config
         yield "run", lambda: write_run_file(self._into, engine)
+        out_of_memory = is_out_of_memory(failure.error)
+        if out_of_memory:
+            yield "memory", self._put_memory
         past = failure.anomaly is not None and _is_past(engine, failure.anomaly)
         if past or getattr(failure.at.state, "batch", None) is not None:
             yield "batch", partial(self._write_batch, past)
         yield "events", lambda: self._write_events(self._into, self._facts)
         for name in ("weights", "gradients", "optimizer"):
             yield name, partial(self._put_table, name)
+        if out_of_memory:
+            yield "memory summary", lambda: write_allocator_report(engine, self._into)
+        if out_of_memory and failure.at is engine:
+            yield "memory estimate", self._estimate_memory
+
+    @property
+    def advice(self) -> str | None:
+        """Where the memory was not enough: the change with which it would be; None where it is not known."""
+        return advice(self._facts)
+
+    def _put_memory(self) -> None:
+        assert self._failure.error is not None
+        self._facts["memory"] = held(self._failure.engine, self._failure.error)
+
+    def _estimate_memory(self) -> None:
+        found = self._facts["memory"]
+        assert isinstance(found, dict)
+        assert self._failure.error is not None
+        found |= needs(self._failure.engine, self._failure.error, self._failure.capacity)
 
     def _write_traceback(self, error: Exception) -> None:
         text = redacted("".join(traceback.format_exception(error)))
@@ -220,7 +244,9 @@ def plain_batch(value: object, depth: int = 0) -> object:
     A dataclass or another object becomes a dict of its fields; an object without fields its type as text.
     """
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()  # of a view, not of its whole storage
+        host = value.detach().cpu()
+        # of a view, not of its whole storage; but no copy else, for there may be no memory for it
+        return host if host.layout is torch.strided and host.untyped_storage().nbytes() == host.nbytes else host.clone()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(value.copy())
     if value is None or isinstance(value, (bool, int, float, str, bytes)):

@@ -32,6 +32,7 @@ from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.crash.bundle_writer import BundleWriter, Failure
 from pulsetrain.handlers.crash.crash_files import EVENTS, NOTE, read_bundle
+from pulsetrain.handlers.crash.memory_snapshot import capacity_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import scalars
 from pulsetrain.handlers.recorder.event_recorder import FREQUENT, EventRecorder
@@ -54,10 +55,14 @@ class CrashBundle(Handler):
     optimizer state, versions and settings. Of environment variables it holds a short list by name, and of local
     variables never a text.
 
-    It never raises, and the exception only gets a note that names the bundle. Parts that cannot be read any more, such
-    as tensors on a device that failed, are listed as missing. A PulsetrainError, which says what to correct, leaves no
-    bundle, unless a value was wrong after the first iteration, where it may be that of one batch; nor do Ctrl-C and
-    exits.
+    If an allocation has failed, it also holds what the run held by component, an estimate of what a training step needs
+    by phase and module, which allocates nothing, and the change with which that fits. On CUDA it holds torch's
+    memory_summary and, if torch records it, the allocator's history.
+
+    It never raises, and the exception only gets notes that name the bundle and such a change. Parts that cannot be read
+    any more, such as tensors on a device that failed, are listed as missing. A PulsetrainError, which says what to
+    correct, leaves no bundle, unless a value was wrong after the first iteration, where it may be that of one batch;
+    nor do Ctrl-C and exits.
 
     With an EventRecorder among the trainer's handlers, the events are the last ones of its log. Otherwise the handler
     keeps them itself, without METRICS_LOGGED, MEDIA_LOGGED and the events of each iteration but ITERATION_COMPLETED.
@@ -109,6 +114,7 @@ class CrashBundle(Handler):
         self._recorder: EventRecorder | None = None
         self._inner: tuple[Engine, str | None, int] | None = None  # engine inside the run that raised; set, error's id
         self._engine: weakref.ref[Engine] | None = None
+        self._capacity: int | None = None
 
     def attach(self, engine: Engine) -> Self:
         """Wait for a failure of the engine, or of one inside its run such as the evaluator.
@@ -134,6 +140,7 @@ class CrashBundle(Handler):
                 for event in Events:
                     if event not in _NOT_KEPT:
                         subscribe(event, self._keep, on_error="warn")
+            subscribe(Events.STARTED, self._on_started, on_error="warn")
             for event in FAULTS:
                 if event in self.faults or event.value in self.faults:
                     subscribe(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
@@ -146,6 +153,11 @@ class CrashBundle(Handler):
 
     def _keep(self, engine: Engine, event: Event) -> None:
         self._kept.append((event, scalars(engine.state.output) if event.type == _ITERATED else None))
+
+    def _on_started(self, engine: Engine) -> None:
+        outer = self._engine() if self._engine is not None else None
+        if engine is outer:
+            self._capacity = capacity_of(engine)
 
     def _on_fault(self, engine: Engine, event: Event) -> None:
         error = event.payload.error if isinstance(event.payload, ExceptionRaised) else None
@@ -161,7 +173,9 @@ class CrashBundle(Handler):
         inner, self._inner = self._inner, None
         at, set_name = inner[:2] if inner is not None and inner[2] == id(error) else (engine, None)
         try:
-            path = BundleWriter(self.folder, Failure(engine, event, error, at, set_name), self._write_events).write()
+            failure = Failure(engine, event, error, at, set_name, self._capacity)
+            writer = BundleWriter(self.folder, failure, self._write_events)
+            path = writer.write()
         except Exception as failed:
             get_logger("handlers").warning(
                 "the crash bundle could not be written",
@@ -172,6 +186,8 @@ class CrashBundle(Handler):
         self.bundles.append(path)
         if error is not None:
             error.add_note(f"{NOTE}{path}")
+            if writer.advice is not None:
+                error.add_note(f"memory: {writer.advice}")
 
     def _write_events(self, into: Path, facts: dict[str, object]) -> None:
         engine = self._engine() if self._engine is not None else None

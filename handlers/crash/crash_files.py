@@ -59,6 +59,11 @@ class Bundle:
         """The run's versions, command, settings and handlers."""
         return read_run_file(self.folder)
 
+    @property
+    def memory(self) -> Mapping[str, Any] | None:
+        """After a failed allocation: "requested", "available", "held", "estimated" and "remedy"; else None."""
+        return self.facts.get("memory")
+
     def tensors(self, kind: str = "weights") -> list[dict[str, Any]]:
         """The norm, NaN count and infinity count of each tensor; `kind` is weights, gradients or optimizer."""
         return list(self.facts.get(kind) or ())

@@ -9,7 +9,7 @@ from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["CONFIGURED", "LAUNCHED", "reject_settings", "split_settings"]
 
-CONFIGURED = ("train", "config", "lr-find", "fork")  # the commands that take settings of a configuration
+CONFIGURED = ("train", "config", "lr-find", "memory", "fork")  # the commands that take settings of a configuration
 LAUNCHED = ("verify",)  # of the others, those that take --launch.nproc
 
 EXAMPLE = "a setting is given as --training.learning_rate 3e-4"
@@ -53,6 +53,5 @@ def reject_settings(command: str, settings: Mapping[str, str]) -> None:
     for name in settings if command not in CONFIGURED else ():
         if command in LAUNCHED and name.startswith("launch."):
             continue
-        raise ConfigurationError(
-            f"--{name}: {command} has no such option; train, config, lr-find and fork take settings of a configuration"
-        )
+        commands = f"{', '.join(CONFIGURED[:-1])} and {CONFIGURED[-1]}"
+        raise ConfigurationError(f"--{name}: {command} has no such option; {commands} take settings of a configuration")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer
 
-__all__ = ["BACKENDS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
+__all__ = ["BACKENDS", "STRATEGIES", "Assembly", "Parts", "assemble", "make_parts", "with_run_folder"]
 
 STRATEGIES: dict[str, Factory] = {
     **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
@@ -52,6 +52,19 @@ class Assembly:
     def folder(self) -> Path:
         """The run folder."""
         return self.claim.folder
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer is made of, but for its handlers."""
+
+    training: TrainingConfig
+    model: Any
+    train_loader: Any
+    val_loader: Any
+    strategy: Any
+    backend: Any
+    metrics: dict[str, Any]
 
 
 def assemble(
@@ -81,15 +94,8 @@ def assemble(
     run_folder, settings = control.main_decides(
         lambda: _folder_and_settings(config, pattern, resume, chosen=folder is not None)
     )
-    look_in(base)
-    training = instantiate({"class_path": TrainingConfig, "init_args": settings}, "training", settings="training")
-    rng.seed_everything(training.seed)
-    model = instantiate(config["model"], "model")
-    rng.seed_everything(training.seed)
-    train_loader, val_loader = _loaders(instantiate(config["data"], "data"))
-    strategy = instantiate(config["strategy"], "strategy", STRATEGIES)
-    backend = _backend(config)
-    metrics = {name: instantiate(spec, f"metrics.{name}") for name, spec in (config.get("metrics") or {}).items()}
+    parts = make_parts(config, base, settings)
+    training = parts.training
     owned: list[Claim] = []
 
     def claim_folder() -> Path:
@@ -107,8 +113,8 @@ def assemble(
         ]
         try:
             trainer = Trainer(
-                model, train_loader, val_loader, strategy=strategy, backend=backend, config=training, metrics=metrics,
-                handlers=made,
+                parts.model, parts.train_loader, parts.val_loader, strategy=parts.strategy, backend=parts.backend,
+                config=training, metrics=parts.metrics, handlers=made,
             )  # fmt: skip
         except PulsetrainError as error:
             raise in_settings(error) from error
@@ -118,6 +124,35 @@ def assemble(
         claim.release()
         raise
     return Assembly(trainer, claim)
+
+
+def make_parts(
+    config: Mapping[str, Any],
+    base: Path,
+    settings: Mapping[str, Any],
+    make_model: Callable[[], Any] | None = None,
+) -> Parts:
+    """Make what a trainer is made of, in order.
+
+    Args:
+        config: the configuration, as `read_config` returns it.
+        base: the folder in which class paths are looked up first.
+        settings: the training section, with a seed.
+        make_model: makes the model in place of the configuration.
+
+    Raises:
+        PulsetrainError: a part cannot be made; the message names it.
+    """
+    look_in(base)
+    training = instantiate({"class_path": TrainingConfig, "init_args": settings}, "training", settings="training")
+    rng.seed_everything(training.seed)
+    model = instantiate(config["model"], "model") if make_model is None else make_model()
+    rng.seed_everything(training.seed)
+    train_loader, val_loader = _loaders(instantiate(config["data"], "data"))
+    strategy = instantiate(config["strategy"], "strategy", STRATEGIES)
+    backend = _backend(config)
+    metrics = {name: instantiate(spec, f"metrics.{name}") for name, spec in (config.get("metrics") or {}).items()}
+    return Parts(training, model, train_loader, val_loader, strategy, backend, metrics)
 
 
 def _describe(config: Mapping[str, Any], folder: Path, trainer: Trainer, base: Path, resume: str | None) -> None:

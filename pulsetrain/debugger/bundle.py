@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from pulsetrain.debugger.command import Command, whole_number
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine import ConfigurationError, Events, RecordingError
+from pulsetrain.engine.memory.estimate import MemoryUse
+from pulsetrain.engine.memory.report import kept_lines, size_text, use_table
 from pulsetrain.handlers.crash.crash_files import CRASHES, FACTS, Bundle, read_bundle
 
 __all__ = ["bundle_commands", "bundle_summary", "open_recorded"]
@@ -65,6 +68,9 @@ def bundle_commands(bundle: Bundle) -> dict[str, Command]:
         "norms": Command("norms [weights|gradients|optimizer]",
                          "show norm and NaN count of each tensor, those with NaN or infinite values first",
                          lambda rest: _norms(bundle, rest), lambda before: () if before else _KINDS),
+        **({} if bundle.memory is None else {
+            "memory": Command("memory", "show what was held, and what a step needs by phase and module",
+                              lambda rest: _memory(bundle.memory or {}))}),
     }  # fmt: skip
 
 
@@ -76,6 +82,8 @@ def bundle_summary(bundle: Bundle) -> Iterator[str]:
     yield f"crash bundle {bundle.folder}: {bundle.what}"
     for name, why in bundle.facts.get("missing", {}).items():
         yield f"  {name}: missing, {why}"
+    if bundle.memory is not None and "remedy" in bundle.memory:
+        yield f"  memory: {bundle.memory['remedy']}"
     yield f"  {', '.join(bundle_commands(bundle))} show its content"
 
 
@@ -160,6 +168,21 @@ def _described(tensor: Tensor) -> str:
         rows = (~torch.isfinite(values)).reshape(len(values), -1).any(1)
         counts.append(f"in rows {', '.join(map(str, rows.nonzero().flatten().tolist()[:16]))}")
     return f"{text}{ranged}{', ' if counts else ''}{', '.join(counts)}"
+
+
+def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("requested", "available"):
+        if memory.get(name) is not None:
+            yield f"{name:<14}{size_text(memory[name]):>12}, on {memory['device']}"
+    for name, size in memory["held"].items():
+        yield f"{name:<14}{size_text(size):>12} held after the step had failed"
+    found = memory.get("estimated")
+    if found is not None:
+        use = MemoryUse(phases=found["phases"], saved=found["saved"])
+        yield from use_table("estimated", use)
+        yield from kept_lines(use)
+    if "remedy" in memory:
+        yield memory["remedy"]
 
 
 def _norms(bundle: Bundle, rest: str) -> Iterator[str]:

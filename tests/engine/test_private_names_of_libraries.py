@@ -48,6 +48,19 @@ def test_a_module_knows_its_buffers_that_are_not_saved():
     assert module._non_persistent_buffers_set == {"derived"}
 
 
+def test_the_backward_pass_has_an_id():
+    ids = [torch._C._current_graph_task_id()]
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda gradient: ids.append(torch._C._current_graph_task_id()))
+    leaf.sum().backward()
+    assert ids[0] == -1 != ids[1]
+
+
+def test_an_operation_says_whether_it_returns_anything():
+    assert torch.ops.aten.add.Tensor._schema.returns
+    assert not torch.ops.aten._fused_sgd_.default._schema.returns
+
+
 def test_a_gradient_scaler_knows_which_gradients_overflowed():
     parameter = nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu")

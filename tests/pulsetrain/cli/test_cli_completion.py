@@ -66,6 +66,9 @@ def offered(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> set[
         ("pulsetrain config config.yaml --training.precision b", {"bf16"}),
         ("pulsetrain fork runs --training.schedule cosine_", {"cosine_with_restarts"}),
         ("pulsetrain export runs --format t", {"tensorboard"}),
+        ("pulsetrain memory conf", {"config.yaml"}),
+        ("pulsetrain memory config.yaml --mea", {"--measure"}),
+        ("pulsetrain memory config.yaml --training.precision b", {"bf16"}),
         ("pulsetrain completion f", {"fish"}),
     ],
 )  # fmt: skip

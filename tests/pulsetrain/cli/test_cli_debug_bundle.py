@@ -186,6 +186,52 @@ def test_a_run_without_an_update_leaves_no_bundle_and_mentions_none(
     assert not Path("runs").exists()
 
 
+HUNGRY = """
+import torch
+from model import Net
+
+class Hungry(Net):
+    def __init__(self, at: int):
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.at:
+            torch.empty(2**58, dtype=torch.uint8)
+        return super().forward(x)
+"""
+
+
+def test_a_failed_allocation_is_explained_at_the_prompt(folder: Path) -> None:
+    (folder / "hungry.py").write_text(HUNGRY)
+    settings = ["--run", "failed", "--model", "hungry.Hungry", "--model.init_args", "{at: 3}"]
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as output:
+        assert train(*settings, "--handlers", "[CrashBundle]") == 1
+    (note,) = [line for line in output.getvalue().splitlines() if line.startswith("  memory: a step needs ")]
+    status, shown = debug(bundle_in(Path("failed")), "memory\n")
+    assert status == 0
+    assert note in shown.splitlines()
+    assert "traceback, locals, batch, norms, memory show its content" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["requested", "288,230,376", "GB,", "on", "cpu"] in lines
+    assert ["parameters", "196", "B", "held", "after", "the", "step", "had", "failed"] in lines
+    assert "one allocation, of 288,230,376 GB, was more than that" in note
+    assert "kept from the forward pass: " in shown
+    assert note.removeprefix("  memory: ") in shown.splitlines()
+
+
+def test_a_first_step_that_does_not_fit_says_what_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "hungry.py").write_text(HUNGRY)
+    settings = ["--model", "hungry.Hungry", "--model.init_args", "{at: 1}", "--handlers", "[CrashBundle]"]
+    assert train(*settings) == 2
+    output = capsys.readouterr().err
+    assert "you tried to allocate 288230376151711744 bytes" in output
+    assert "  memory: a step needs " in output
+    assert "bundle" not in output
+    assert not Path("runs").exists()
+
+
 def test_anomalies_are_asked_for_in_the_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = "[{class_path: CrashBundle, init_args: {faults: [exception_raised, anomaly_detected], events: 5}}]"
     assert train("--handlers", both) == 0

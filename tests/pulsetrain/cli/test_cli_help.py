@@ -66,7 +66,8 @@ class TestHelp:
         assert main([*command.split(), "--training.seed", "1"]) == 2
         output = capsys.readouterr().err
         name = command.split()[0]
-        assert f"--training.seed: {name} has no such option; train, config, lr-find and fork take settings" in output
+        commands = "train, config, lr-find, memory and fork"
+        assert f"--training.seed: {name} has no such option; {commands} take settings of a configuration" in output
 
     def test_settings_are_separated_from_options(self) -> None:
         words = ["train", "--training.a", "-1", "c.yaml", "--run", "x.y", "--model=m.N", "--metrics.b.c={d: e=f}"]

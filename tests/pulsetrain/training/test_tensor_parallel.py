@@ -59,6 +59,17 @@ def test_they_learn_what_one_process_learns(layout: str):
             assert samples == its_samples
 
 
+@pytest.mark.parametrize("layout", ["sequence", pytest.param("shards", marks=pytest.mark.slow)])
+def test_activations_that_are_computed_again_change_nothing(layout: str):
+    def run(rank: int, layout: str) -> Any:
+        return trained(attending(layout, rank, activation_checkpointing="up"))
+
+    expected = run(0, "one")
+    for each in in_processes(lambda rank: run(rank, layout)):
+        assert each.error == "", each.error
+        assert apart(each.value, expected) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*FAST, "shards of tensor"])
 def test_fifty_steps_in_float32(layout: str):
