@@ -265,7 +265,7 @@ def _compute_buffers(model: nn.Module) -> None:
         for fill_value in (0, 1):  # what is computed does not depend on what was there
             for each in buffers:
                 setattr(module, each, torch.full_like(getattr(module, each), fill_value, device="cpu"))
-            with torch.no_grad():
+            with torch.no_grad(), torch.device("cpu"):
                 # parameters are on the meta device, where it changes nothing
                 owners[name]._init_weights(module)  # noqa: SLF001  # what from_pretrained calls
             found.append([getattr(module, each) for each in buffers])

@@ -172,6 +172,14 @@ def test_shards_may_stay_in_the_memory_of_the_host(tmp_path: Path) -> None:
     assert one[0] == len(tensors(expected))
 
 
+def test_a_device_that_the_caller_has_chosen_changes_nothing(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with torch.device("meta"):  # as an estimate of its memory makes it
+        model = pretrained(tmp_path)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert compared(TorchBackend("cpu").module_to_device(model), expected) == len(tensors(expected))
+
+
 def test_an_optimizer_over_its_parameters_updates_them(tmp_path: Path) -> None:
     model = pretrained(saved("llama", tmp_path))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
