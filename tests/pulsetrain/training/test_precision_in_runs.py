@@ -321,6 +321,7 @@ class Plain:
 
     skips_updates = builds_model = False
     data_rank = DataRank()
+    virtual_ranks = None
     device = batch_device = torch.device("cpu")
 
     def configure(self, settings: Any) -> None:
