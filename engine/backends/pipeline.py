@@ -66,6 +66,8 @@ class Pipeline:
         names = [name for name in mesh.mesh_dim_names or () if name != "pipeline"]
         is_sharded = mesh["shard"].size() > 1
         self.copies = mesh["replicate"].get_group() if "replicate" in names and not is_sharded else None
+        self._shards = mesh["shard"].get_group() if is_sharded else None
+        self._same_part = [mesh[name].get_group() for name in reversed(names) if mesh[name].size() > 1]
         self.place: int = mesh.get_local_rank("pipeline")
         absent = [name for name, part in parts.items() if part % topology.pipeline != self.place]
         _place_values(module, absent, device)
@@ -103,6 +105,14 @@ class Pipeline:
         step = _Step(parts, self._count)
         self._run(step)
         found = [step.outputs_of(at) for at in range(len(parts))] if step.outputs else []
+        alone = [each for each in tensors_in(found[0]) if not each.ndim] if found else []
+        if alone:
+            raise ConfigurationError(
+                "the model returns a tensor of shape (), which has no rows, so its outputs for the parts of a batch "
+                "cannot be put together; return one row for each of the batch",
+                "Topology",
+                pipeline=self.topology.pipeline,
+            )
         return self._share(joined(found) if found else None)
 
     def norm(self, own: Tensor) -> Tensor:
@@ -117,8 +127,9 @@ class Pipeline:
 
     def broadcast_buffers(self) -> None:
         """Give the buffers of this process's layers the values that they have in the first copy of the model."""
-        for each in self._own_buffers() if self.copies is not None else ():
-            torch.distributed.broadcast(each, group=self.copies, group_src=0)
+        for group in self._same_part:
+            for each in self._own_buffers():
+                torch.distributed.broadcast(each, group=group, group_src=0)
 
     def compute(self, part: int, index: int, received: Tensor | None) -> Any:
         """What a part makes of a micro-batch: what it passes on, or the model's outputs."""
@@ -154,15 +165,24 @@ class Pipeline:
         try:
             key = step.kind()
             program = self._programs.pop(key, None)
-            if program is None:
+            if self._is_new(program is None):
                 self._check_alike(step)
                 program = _Program(self, step.learns)
+            assert program is not None
             self._programs[key] = program
             while len(self._programs) > _KEPT:
                 del self._programs[next(iter(self._programs))]
             program.run()
         finally:
             self._now = None
+
+    def _is_new(self, new: bool) -> bool:
+        """Whether a program has to be made: also if those that have the same layers in shards have to make one."""
+        if self._shards is None:
+            return new
+        found = torch.tensor([float(new)], device=self.device)  # a new one computes the layers once more
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self._shards)
+        return bool(found.item())
 
     def interfaces(self) -> list[Tensor]:
         """A tensor without values like what each part but the last passes on of a micro-batch.
@@ -299,8 +319,10 @@ class _Step:
         """What a micro-batch adds to the batch's loss, which is a mean over all that counts in it."""
         outputs = self.outputs_of(at)
         if not self._rows[at]:
-            return torch.stack([each.sum() for each in tensors_in(outputs)]).sum()  # of nothing: 0, with a gradient
+            return _nothing(outputs)
         batch = self._batches[at]
+        if not (isinstance(batch.size, Tensor) and batch.size.device.type != "cpu") and not batch.size:
+            return _nothing(outputs)  # its mean would be nan; on a device, asking would wait
         loss: Tensor = self._strategy.compute_loss(outputs, batch)
         loss = loss * _ratio(batch.size, self._whole, loss)
         self.losses.append(loss.detach())
@@ -419,12 +441,17 @@ def _arguments(inputs: Tree) -> _Arguments:
     return found
 
 
+def _nothing(outputs: Tree) -> Tensor:
+    """0, with gradients of 0 for all outputs."""
+    return torch.stack([each.nan_to_num().sum() * 0.0 for each in tensors_in(outputs) if each.requires_grad]).sum()
+
+
 def _ratio(size: float | Tensor, whole: float | Tensor, like: Tensor) -> float | Tensor:
     """In the loss's own dtype: a quotient of counts on a device would be rounded to float32."""
     if not isinstance(size, Tensor) and not isinstance(whole, Tensor):
         return size / whole
     part, total = (torch.as_tensor(each, device=like.device).to(like.dtype) for each in (size, whole))
-    return part / total.clamp_min(1)
+    return part / torch.where(total > 0, total, torch.ones_like(total))
 
 
 def _shapes(kind: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from pulsetrain.engine.backends.micro_batches import MicroBatches, split
 from pulsetrain.engine.backends.model_store import InPlaceStore
@@ -111,7 +112,9 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         super()._configure(settings)
         self.skips_updates = self.scaler is not None
         self._frozen: nn.Module | None = None  # of the model before it is split
-        whole = self.topology.pipeline == 1 and not self.topology.virtual  # one pass over one model, here
+        self._unchecked: ProcessGroup | None = None  # with which to compare the first batch and its gradients
+        # one pass over one model, here, whose first gradients are not compared
+        whole = self.topology.pipeline == self.topology.tensor == 1 and not self.topology.virtual
         self._bare = self._plain and self.clip_norm is None and self.clip_value is None and whole
 
     def environment(self) -> dict[str, object]:
@@ -127,6 +130,12 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         if self.topology.pipeline > 1:
             return self._make_pipeline(model, optimizer, strategy)
         module = self.prepare_module(model)
+        if self.topology.tensor > 1 and is_sharded(module):
+            raise ConfigurationError(
+                "splits the layers of a plain model, and this one is sharded already; pass it as it was before",
+                "Topology",
+                tensor=self.topology.tensor,
+            )
         if self.topology.is_sharded(count) and not is_sharded(module):
             copies = getattr(strategy, "copies_model", None)
             if callable(copies) and copies(module):
@@ -195,6 +204,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         """Split the module over the processes, and point optimizers at the shards that the user has made before."""
         whole = dict(module.named_parameters(remove_duplicate=False))
         shard_module(module, self.topology, self.device, self.tensor_plan)
+        if self.topology.tensor > 1:
+            from pulsetrain.engine.distributed.tensor_parallel import group_of  # imports torch's tensor parallelism
+
+            self._unchecked = group_of(module)
         shards = dict(module.named_parameters(remove_duplicate=False))
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             point_at(optimizer.chosen, {each: shards[name] for name, each in whole.items()})
@@ -236,8 +249,27 @@ class TorchBackend(TorchComputation, InPlaceBackend):
                 return loss
 
             return GradientInfo(reduce_shares(state.weights, batch, compute))
+        if self._unchecked is not None:
+            return self._checked_gradients(self._unchecked, state, batch, strategy, scale)
         _, loss = self.outputs_and_loss(state.weights, batch, strategy)
         return GradientInfo(self.backward(loss, scale))
+
+    def _checked_gradients(
+        self,
+        group: ProcessGroup,
+        state: ModelState,
+        batch: TrainingBatch,
+        strategy: TrainingStrategy,
+        scale: float | Tensor,
+    ) -> GradientInfo:
+        """The first gradients: the processes that compute each layer together need the same batch, and gradients."""
+        from pulsetrain.engine.distributed.tensor_parallel import check_batches, check_gradients
+
+        self._unchecked = None
+        check_batches((batch.inputs, batch.targets), group)
+        found = self.forward_backward(state, batch, strategy, scale)
+        check_gradients(state.weights, group)
+        return found
 
     def backward(
         self, loss: Tensor, scale: float | Tensor = 1.0, optimizer: torch.optim.Optimizer | None = None

@@ -69,6 +69,13 @@ class TorchComputation:
         functional: bool = False,
     ) -> None:
         self.topology, self.tensor_plan = topology or Topology(), tensor_plan
+        if tensor_plan is not None and self.topology.tensor == 1:
+            raise ConfigurationError(
+                "says how layers are split, and no process computes a part of one; set topology=Topology(tensor=2), or "
+                "leave it out",
+                "TorchBackend",
+                tensor_plan=tensor_plan,
+            )
         self.requested_device = device
         self.requested_precision = precision
         self.gradient_scale = gradient_scale

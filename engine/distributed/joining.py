@@ -125,8 +125,8 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
     found = (
         f"rank {rank} has {name}={_short(theirs.get(name, 'nothing'))}, rank 0 has {_short(text)}"
         for rank, theirs in enumerate(everyone)
-        for name, text in everyone[0].items()
-        if theirs.get(name) != text
+        for name in {**everyone[0], **theirs}
+        if theirs.get(name) != (text := everyone[0].get(name, "nothing"))
     )
     return list(islice(found, 8))
 

@@ -80,7 +80,7 @@ class _Run:
         self.passed: Tensor | None = None
         self.begun = False  # whether the part's first block was called
         # in place of what other processes have computed: a model that uses it shows nan
-        self.filler = None if received is None else received.new_full((), torch.nan).expand_as(received)
+        self.filler = None if received is None else torch.full_like(received, torch.nan)
 
 
 class _Part:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.module_names import names_like
 
@@ -18,9 +19,10 @@ __all__ = ["TensorPlan", "styles_of"]
 TensorPlan = Mapping[str, Any]
 """Names of modules, in which `*` is anything between two dots, to how they are split.
 
-A value is "colwise", "rowwise", "embedding_rowwise" (splits the vocabulary), "sequence" (computes each position by
-itself), "sequence_split" (its outputs are split along the sequence), a mapping such as {"style": "colwise", "parts": 3,
-"units": 12, "gather": True}, whose options are those of `Colwise`, or a `ParallelStyle` of torch.
+A value is "colwise", "rowwise", "embedding_rowwise" (splits the vocabulary), "replicated" (each process computes with
+its part of the features, as a norm of each head does), "sequence" (computes each position by itself), "sequence_split"
+(its outputs are split along the sequence), a mapping such as {"style": "colwise", "parts": 3, "units": 12,
+"gather": True}, whose options are those of `Colwise`, or a `ParallelStyle` of torch.
 """
 
 _EXAMPLE = (
@@ -33,6 +35,9 @@ _OF_TRANSFORMERS: dict[str, dict[str, Any]] = {  # names of styles in plans of t
     "colwise_gather_output": {"style": "colwise", "gather": True},
     "colwise_rep": {"style": "colwise", "gather": True},
 }
+
+# without options; the second and third: each process uses the module on its part, and the gradients are added up
+_FIXED = ("embedding_rowwise", "replicated", "replicated_with_grad_allreduce")
 
 
 def styles_of(
@@ -56,7 +61,9 @@ def styles_of(
     >>> styles_of(model, {"0": "colwise", "2": "rowwise"}, count=2)
     {'0': Colwise(parts=1, units=None, gather=False, sequence=False), '2': Rowwise(sequence=False)}
     """
-    plan = given or getattr(module, "tensor_plan", None) or _of_transformers(module, count)
+    own = given or getattr(module, "tensor_plan", None)
+    plan = own or _of_transformers(module, count)
+    check_type("TorchBackend", "tensor_plan", plan, Mapping | None, "a mapping from names of modules to styles")
     if not plan:
         layers = [name for name, each in module.named_modules() if isinstance(each, nn.Linear)]
         raise ConfigurationError(
@@ -77,6 +84,13 @@ def styles_of(
     found: dict[str, ParallelStyle] = {}
     for pattern, value in plan.items():
         modules = names_like(module, pattern)
+        if not own and (not modules or _is_unknown(value)):
+            raise ConfigurationError(
+                f"the plan that transformers has for {type(module).__name__} is not supported: it has {value!r} for "
+                f"{pattern!r}; pass a plan of your own as TorchBackend(tensor_plan=...)",
+                "Topology",
+                tensor=count,
+            )
         if not modules:
             names = [name for name, _ in module.named_modules() if name]
             raise ConfigurationError(
@@ -86,9 +100,22 @@ def styles_of(
                 tensor_plan=pattern,
             )
         style = _style(pattern, value, sequence)
-        if style is not None:
-            found.update({name: _checked(module, name, style) for name in modules if name not in tied})
+        if style is None:
+            continue
+        if sequence and (shared := [name for name in modules if name in tied]):
+            raise ConfigurationError(
+                f"{shared[0]!r} shares a parameter with another module, so it cannot be split along the sequence; use "
+                "weights of its own, or leave sequence_parallel out",
+                "Topology",
+                sequence_parallel=True,
+            )
+        found.update({name: _checked(module, name, style, count) for name in modules if name not in tied})
     return found
+
+
+def _is_unknown(value: object) -> bool:
+    """Whether transformers has a style of this name that is not known here."""
+    return isinstance(value, str) and value not in (*_OF_TRANSFORMERS, *_FIXED)
 
 
 def _style(pattern: str, value: Any, sequence: bool) -> ParallelStyle | None:
@@ -100,8 +127,8 @@ def _style(pattern: str, value: Any, sequence: bool) -> ParallelStyle | None:
 
     if isinstance(value, ParallelStyle):
         return value
-    if value == "embedding_rowwise":
-        return RowwiseParallel(input_layouts=Replicate())
+    if isinstance(value, str) and value in _FIXED:
+        return RowwiseParallel(input_layouts=Replicate()) if value == "embedding_rowwise" else SequencePlain()
     options = dict(value if isinstance(value, Mapping) else _OF_TRANSFORMERS.get(value, {"style": value}))
     made: dict[object, Callable[..., ParallelStyle]] = {"colwise": Colwise, "rowwise": Rowwise}
     style = options.pop("style", None)
@@ -118,7 +145,7 @@ def _style(pattern: str, value: Any, sequence: bool) -> ParallelStyle | None:
         ) from None
 
 
-def _checked(module: nn.Module, name: str, style: ParallelStyle) -> ParallelStyle:
+def _checked(module: nn.Module, name: str, style: ParallelStyle, count: int) -> ParallelStyle:
     from pulsetrain.engine.distributed.tensor_parallel import Colwise, Rowwise
 
     layer = module.get_submodule(name)
@@ -130,6 +157,15 @@ def _checked(module: nn.Module, name: str, style: ParallelStyle) -> ParallelStyl
             "TorchBackend",
             tensor_plan=name,
         )
+    others = {each for each, _ in layer.named_parameters(recurse=False)} - {"weight", "bias"}
+    if isinstance(style, (Colwise, Rowwise)):
+        if others:
+            raise ConfigurationError(
+                f"{name!r} has a parameter {min(others)!r}, and only layers of weight and bias are split; leave it out",
+                "TorchBackend",
+                tensor_plan=name,
+            )
+        style.check(name, layer, count)
     return style
 
 
@@ -143,15 +179,12 @@ def _of_transformers(module: nn.Module, count: int) -> TensorPlan | None:
                 f"the model has {name}={number}, which {count} processes cannot split evenly", "Topology", tensor=count
             )
     if getattr(config, "model_type", None) == "gpt2":
-        return _of_gpt2(module, heads, count)
+        return _of_gpt2(module, heads)
     return getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
 
 
-def _of_gpt2(module: nn.Module, heads: int | None, count: int) -> TensorPlan:
-    """The plan of GPT-2, for which transformers has none; its attention splits outputs by a number that it keeps."""
-    for each in module.modules():
-        if hasattr(each, "c_attn") and isinstance(size := getattr(each, "split_size", None), int):
-            each.split_size = size // count  # type: ignore[assignment]  # torch has no type for an attribute
+def _of_gpt2(module: nn.Module, heads: int | None) -> TensorPlan:
+    """The plan of GPT-2, for which transformers has none."""
     blocks = "transformer.h.*" if hasattr(module, "transformer") else "h.*"
     return {
         f"{blocks}.attn.c_attn": {"style": "colwise", "parts": 3, "units": heads},

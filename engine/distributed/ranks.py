@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -133,6 +134,14 @@ def check_shared(
             world_size=found.world_size,
         )
     shares = shares or found.world_size
+    sampler = _sampler_of(loader)
+    if type(sampler) is DistributedSampler and sampler.num_replicas != shares != found.world_size:
+        raise ConfigurationError(
+            f"shares the data out to each process, and there are {shares} copies of the model, whose processes need the "
+            "same batches; leave the sampler out, or make it DistributedSampler(dataset, copies, copy)",
+            "DistributedSampler",
+            num_replicas=sampler.num_replicas,
+        )
     if shares > 1 and gives_all_ranks_the_same(loader, shares):
         _check_divisible(loader, shares)
 
@@ -218,7 +227,10 @@ def is_fully_sharded(model: object) -> bool:
 
     assert isinstance(model, nn.Module)
     wrapped = (FullyShardedDataParallel, DistributedDataParallel)
-    return isinstance(model, FSDPModule) and not any(isinstance(module, wrapped) for module in model.modules())
+    if not isinstance(model, FSDPModule) or any(isinstance(module, wrapped) for module in model.modules()):
+        return False
+    split = [[each for each in getattr(p, "placements", ()) if not each.is_replicate()] for p in model.parameters()]
+    return all(len(each) <= 1 for each in split)  # else by tensor parallelism, too
 
 
 def is_sharded(model: object) -> bool:

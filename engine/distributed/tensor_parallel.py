@@ -13,16 +13,30 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.blocks import held_blocks
+from pulsetrain.engine.distributed.topology import TENSOR
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Colwise", "Rowwise", "SequencePlain", "SequenceSplit", "parallelize"]
+__all__ = [
+    "Colwise",
+    "Rowwise",
+    "SequencePlain",
+    "SequenceSplit",
+    "check_batches",
+    "check_gradients",
+    "group_of",
+    "parallelize",
+]
 
 _Sequence = Shard(1)  # of activations of shape (batch, length, features)
 
@@ -43,16 +57,19 @@ class Colwise(ParallelStyle):
     gather: bool = False
     sequence: bool = False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        features, count = _features(module)[1], device_mesh.size()
+    def __post_init__(self) -> None:
+        check_whole_number("tensor_plan", "parts", self.parts)
+        check_whole_number("tensor_plan", "units", self.units, or_none=True)
+
+    def check(self, name: str, layer: nn.Module, count: int) -> None:
+        """Refuse a layer that so many processes cannot split."""
+        features = _features(layer)[1]
         for what, number in (("outputs", features // self.parts), ("heads or other units", self.units or count)):
             if number % count or features % self.parts:
-                raise ConfigurationError(
-                    f"a layer has {number} {what}{' in each part' if self.parts > 1 else ''}, which {count} processes "
-                    "cannot split evenly; choose another number of processes, or sizes of the model",
-                    "Topology",
-                    tensor=count,
-                )
+                raise _uneven(name, f"{number} {what}{' in each part' if self.parts > 1 else ''}", count)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        count = device_mesh.size()
         out = 1 if _is_transposed(module) else 0
         split = partial(_StridedShard, split_factor=self.parts) if self.parts > 1 else Shard
         _place(module, device_mesh, {"weight": split(out), "bias": split(0)})
@@ -78,12 +95,13 @@ class Rowwise(ParallelStyle):
 
     sequence: bool = False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        features, count = _features(module)[0], device_mesh.size()
+    def check(self, name: str, layer: nn.Module, count: int) -> None:
+        """Refuse a layer that so many processes cannot split."""
+        features = _features(layer)[0]
         if features % count:
-            raise ConfigurationError(
-                f"a layer has {features} inputs, which {count} processes cannot split evenly", "Topology", tensor=count
-            )
+            raise _uneven(name, f"{features} inputs", count)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _place(module, device_mesh, {"weight": Shard(0 if _is_transposed(module) else 1), "bias": Replicate()})
         out = _Sequence if self.sequence else Replicate()
         # the bias is added once: by the first process
@@ -133,6 +151,92 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Parall
         styles: by the names of modules, in which `*` is anything between two dots.
     """
     parallelize_module(module, mesh, dict(styles))
+    for name, each in module.named_modules():  # attention of transformers' GPT-2 cuts its outputs by this number
+        if f"{name}.c_attn" in styles and isinstance(size := getattr(each, "split_size", None), int):
+            each.split_size = size // mesh.size()
+
+
+def group_of(module: nn.Module) -> ProcessGroup | None:
+    """The processes that compute the layers of a module together; None if none of them is split."""
+    split = (each.device_mesh for each in module.parameters() if isinstance(each, DTensor) and _is_split(each))
+    mesh = next(split, None)
+    return None if mesh is None else mesh.get_group(TENSOR)
+
+
+def check_batches(batch: object, group: ProcessGroup) -> None:
+    """Refuse processes that compute each layer together, and were given different batches; they all call this.
+
+    Raises:
+        ConfigurationError: they were.
+    """
+    tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    if not _are_alike([[each.double().sum().item() for each in tensors]], group):
+        raise ConfigurationError(
+            "processes that compute each layer together need the same batches, and got different ones; leave the "
+            "sampler of the DataLoader out, or make it DistributedSampler(dataset, copies, copy), by the number of the "
+            "copies of the model and that of the process's own; a loader of your own has to give them the same",
+            "Topology",
+            tensor=group.size(),
+        )
+
+
+def check_gradients(module: nn.Module, group: ProcessGroup) -> None:
+    """Refuse a parameter that is not split, and has other gradients in each process; they all call this.
+
+    Raises:
+        ConfigurationError: there is one; the message names it.
+    """
+    whole = {name: each.grad for name, each in module.named_parameters() if each.requires_grad and not _is_split(each)}
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in whole.values()]
+    numbers = [
+        [0.0, 0.0] if each is None else [float(each.double().norm()), float(each.double().sum())] for each in parts
+    ]
+    for name, alike in zip(whole, _alike(numbers, group), strict=True):
+        if not alike:
+            raise ConfigurationError(
+                f"{name} is not split, and its gradients differ between the processes that compute each layer "
+                "together: each uses it on its own part of the features or of the sequence; name its module in the "
+                'plan as "replicated", which adds the gradients up, or as "sequence" for sequence parallelism',
+                "Topology",
+                tensor=group.size(),
+            )
+
+
+def _is_split(parameter: Tensor) -> bool:
+    """Whether tensor parallelism has split it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return TENSOR in names and not parameter.placements[names.index(TENSOR)].is_replicate()
+
+
+def _are_alike(numbers: list[list[float]], group: ProcessGroup) -> bool:
+    return all(_alike(numbers, group))
+
+
+def _alike(numbers: list[list[float]], group: ProcessGroup) -> list[bool]:
+    """Of each row of numbers, whether it is the same in all processes, but for rounding."""
+    everyone: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(everyone, numbers, group=group)
+    if any(list(map(len, each)) != list(map(len, numbers)) for each in everyone):
+        return [False] * max(len(numbers), 1)
+    return [
+        all(
+            a == b or (a != a and b != b) or abs(a - b) <= 1e-3 * max(map(abs, (*mine, *theirs)))
+            for theirs in rows
+            for a, b in zip(mine, theirs, strict=True)
+        )
+        for mine, *rows in zip(numbers, *everyone, strict=True)
+    ]
+
+
+def _uneven(name: str, what: str, count: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name!r} has {what}, which {count} processes cannot split evenly; choose another number of processes, or "
+        "sizes of the model",
+        "Topology",
+        tensor=count,
+    )
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
@@ -195,8 +299,9 @@ class _PartForward:
         self._module, self._forward = module, forward
         self._enter, self._leave, self._mesh, self._replicated = enter, leave, mesh, replicated
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x = self._enter(x)
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (given,) = (*args, *kwargs.values())  # these layers have one input
+        x = self._enter(given)
         named = self._module._parameters  # noqa: SLF001  # functional_call would run the module's hooks a second time
         before = dict(named)
         try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.joining import busy, join
 from pulsetrain.engine.distributed.ranks import DataRank
 
@@ -29,7 +31,11 @@ class SharedRollout:
     """
 
     def __init__(self, rank: DataRank) -> None:
-        self.rank, self._control = rank, join()
+        self.rank = rank
+
+    @cached_property
+    def _control(self) -> ControlGroup:
+        return join()  # once a trainer has joined: rollouts may be made before that, in one process alone
 
     @property
     def is_shared(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_whole_number, is_whole
@@ -155,7 +156,9 @@ class Accumulation:
             if needed is None:  # by tokens
                 self._expected = self.rule.tokens
             else:  # at least 1, should the first batch count nothing
-                self._expected = (size.clamp_min(1) if isinstance(size, Tensor) else size) * needed
+                self._expected = (
+                    torch.where(size > 0, size, torch.ones_like(size)) if isinstance(size, Tensor) else size
+                ) * needed
         assert self._expected is not None
         return size / self._expected
 
@@ -181,7 +184,7 @@ class Accumulation:
         ):
             return 1.0
         if isinstance(total, Tensor):  # no batch counted anything: their gradients are 0, and stay 0
-            total = total.clamp_min(1)
+            total = torch.where(total > 0, total, torch.ones_like(total))
         return expected / total
 
     def state_dict(self) -> dict[str, Size | None]:

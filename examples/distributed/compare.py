@@ -40,7 +40,7 @@ def train(steps: int, mode: str, result: Path) -> None:
         validate_every=Every(iterations=10), device="cpu",
     )  # fmt: skip
     loaders = DataLoader(data, batch_size=32, shuffle=True), DataLoader(data, batch_size=50)
-    backend = TorchBackend(topology=TOPOLOGIES.get(mode), tensor_plan=TENSOR_PLAN)
+    backend = TorchBackend(topology=TOPOLOGIES.get(mode), tensor_plan=TENSOR_PLAN if mode == "tensor" else None)
     strategy = SupervisedStrategy("cross_entropy")
     trainer = Trainer(model, *loaders, strategy=strategy, backend=backend, config=config)
     losses: dict[str, list[float]] = {"train/loss": [], "val/loss": []}

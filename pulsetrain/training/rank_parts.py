@@ -89,14 +89,14 @@ class _EveryNth:
 @contextmanager
 def unmerged(metrics: Iterable[object]) -> Iterator[None]:
     """While each rank evaluates the whole set: metrics of torchmetrics do not count the other ranks' samples again."""
-    own = [each for each in metrics if getattr(each, "sync_on_compute", False) is True]
-    for each in own:
-        each.sync_on_compute = False  # type: ignore[attr-defined]  # it has one
+    own: list[Any] = [each for each in metrics if getattr(each, "sync_on_compute", False) is True]
+    for each in own:  # it reads the second name, which its constructor has copied from the first
+        each.sync_on_compute = each._to_sync = False  # noqa: SLF001
     try:
         yield
     finally:
         for each in own:
-            each.sync_on_compute = True  # type: ignore[attr-defined]
+            each.sync_on_compute = each._to_sync = True  # noqa: SLF001
 
 
 def _is_merged(metric: object) -> bool:

@@ -16,6 +16,12 @@ from pulsetrain.engine.distributed.tensor_parallel import Colwise, Rowwise, Sequ
 from tests.support.tensor_parallel import Attending
 
 
+def scaled() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    return layer
+
+
 def test_a_models_own_plan():
     styles = styles_of(Attending(), None, 2)
     assert styles == {
@@ -52,6 +58,9 @@ def test_a_layer_that_shares_its_weight_is_left_whole():
         (Attending(), {"up": {"style": "colwise", "heads": 2}}, "is not a way to split a layer"),
         (Attending(), {"up": {"style": "sequence", "parts": 2}}, "is not a way to split a layer"),
         (Attending(), {"norms.*": "colwise"}, "'norms.0' is a LayerNorm, and only linear layers"),
+        (Attending(), {"up": {"style": "colwise", "parts": 0}}, "parts=0"),
+        (Attending(), {"qkv": {"style": "colwise", "parts": 3, "units": 3}}, "'qkv' has 3 heads or other units"),
+        (nn.Sequential(scaled()), {"0": "colwise"}, "'0' has a parameter 'scale'"),
     ],
 )
 def test_what_does_not_fit_is_refused(model: nn.Module, plan: Any, said: str):
@@ -59,9 +68,29 @@ def test_what_does_not_fit_is_refused(model: nn.Module, plan: Any, said: str):
         styles_of(model, plan, 2)
 
 
+def test_a_plan_is_a_mapping():
+    with pytest.raises(TypeError, match="a mapping from names of modules to styles"):
+        styles_of(Attending(), ["up"], 2)  # type: ignore[arg-type]
+
+
 def test_a_plan_has_to_say_where_the_sequence_is_split():
     with pytest.raises(ConfigurationError, match="does not say where the sequence is split"):
         styles_of(Attending(), {"up": "colwise", "down": "rowwise"}, 2, sequence=True)
+
+
+def test_a_tied_embedding_is_not_split_along_the_sequence():
+    model = Attending()
+    model.head, model.enter = nn.Linear(8, 8), nn.Linear(8, 8)
+    model.head.weight = model.enter.weight
+    with pytest.raises(ConfigurationError, match="'enter' shares a parameter with another module"):
+        styles_of(model, None, 2, sequence=True)
+
+
+def test_a_plan_of_transformers_that_is_not_known_is_not_blamed_on_the_user():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model._tp_plan = {"0": "moe_tp_experts"}
+    with pytest.raises(ConfigurationError, match="the plan that transformers has for Sequential is not supported"):
+        styles_of(model, None, 2)
 
 
 def llama(**sizes: Any) -> nn.Module:
@@ -94,7 +123,7 @@ def test_gpt2_is_split_although_transformers_has_no_plan():
     styles = styles_of(model, None, 2)
     assert styles["transformer.h.1.attn.c_attn"] == Colwise(parts=3, units=4)
     assert len(styles) == 8
-    assert model.transformer.h[0].attn.split_size == 8
+    assert model.transformer.h[0].attn.split_size == 16  # which parallelize changes
 
 
 def test_the_meta_device_is_enough():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, Every, Topology, TorchBackend
@@ -22,7 +22,7 @@ from pulsetrain.engine.strategies import PretrainStrategy
 from pulsetrain.handlers import EMA, EventRecorder, Fingerprints, GradientMonitor
 from tests.support.ranks import in_processes
 from tests.support.runs_of_shards import apart, trained
-from tests.support.tensor_parallel import TOPOLOGIES, Attending, attending
+from tests.support.tensor_parallel import TOPOLOGIES, Attending, attending, sequences
 
 FAST = ("tensor", "sequence")
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("shards of tensor", "copies of tensor", "tensor 4")]
@@ -112,10 +112,13 @@ FEW = [("tensor", "one"), ("one", "tensor")]
     ("first", "then"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in PAIRS if each not in FEW)]
 )
 def test_a_checkpoint_of_any_layout_has_the_same_bits_in_any_other(first: str, then: str, tmp_path: Path):
-    for each in in_processes(lambda rank: trained(attending(first, rank, run=tmp_path)), TOPOLOGIES[first].processes):
+    ended = in_processes(lambda rank: trained(attending(first, rank, run=tmp_path)), TOPOLOGIES[first].processes)
+    for each in ended:
         assert each.error == "", each.error
     newest = CheckpointManager(tmp_path / "checkpoints").valid()[-1]
     saved = load_checkpoint(newest)
+    for name, weights in ended[0].value["weights"].items():  # as torch puts them together
+        assert saved["model"][name].tolist() == weights
 
     def loaded(rank: int) -> int:
         made = attending(then, rank)
@@ -202,11 +205,81 @@ def test_what_does_not_fit_ends_all_before_training():
     bad.up = nn.Linear(8, 15)
     cases = {
         "has no plan": nn.Linear(3, 4),
-        "a layer has 15 outputs, which 2 processes cannot split evenly": bad,
+        "'up' has 15 outputs, which 2 processes cannot split evenly": bad,
     }
     for said, model in cases.items():
         for each in in_processes(lambda rank, model=model: run(rank, model=model)):
             assert said in each.error.splitlines()[-1]
+
+
+class Gated(Attending):
+    """With a parameter that each process uses on its own part of the features."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(input=x)
+        found: torch.Tensor = self.head(x + self.down(self.gate(self.up(input=self.norms[1](x))))).tanh()
+        return found
+
+
+def test_a_parameter_that_each_process_uses_on_its_part_has_to_be_in_the_plan():
+    def run(rank: int, layout: str, plan: dict[str, Any]) -> Any:
+        torch.manual_seed(0)
+        model = Gated(nn.PReLU())
+        model.tensor_plan = {**{name: Attending.tensor_plan[name] for name in ("up", "down")}, **plan}
+        return trained(attending(layout, rank, model=model))
+
+    for each in in_processes(lambda rank: run(rank, "tensor", {})):
+        assert "gate.weight is not split, and its gradients differ" in each.error.splitlines()[-1]
+    expected = run(0, "one", {})
+    for each in in_processes(lambda rank: run(rank, "tensor", {"gate": "replicated"})):
+        assert each.error == "", each.error
+        assert apart(each.value, expected) < 1e-12
+
+
+def test_a_norm_that_a_plan_forgets_along_the_sequence_is_named():
+    def run(rank: int) -> None:
+        model = Attending()
+        model.tensor_plan = {name: each for name, each in Attending.tensor_plan.items() if name != "norms.*"}  # type: ignore[misc]
+        attending("sequence", rank, model=model).train()
+
+    for each in in_processes(run):
+        assert "norms.0.weight is not split, and its gradients differ" in each.error.splitlines()[-1]
+
+
+def test_processes_that_compute_a_layer_together_and_read_different_batches_are_refused():
+    def run(rank: int, loader: Any) -> None:
+        made = attending("tensor", rank)
+        made.train_loader = loader(rank)
+        made.train()
+
+    data = sequences(8)
+    loaders: list[Callable[[int], Any]] = [
+        lambda rank: [(data.tensors[0][rank : rank + 4], data.tensors[1][:4])],
+        lambda rank: DataLoader(data, 2, sampler=DistributedSampler(data, 2, rank)),
+    ]
+    for loader in loaders:
+        for each in in_processes(lambda rank, loader=loader: run(rank, loader)):
+            assert "need the same batches, and got different ones" in each.error
+
+
+def test_a_distributed_sampler_for_every_process_is_refused_before_training():
+    def run(rank: int) -> None:
+        data = sequences(8)
+        loader = DataLoader(data, 2, sampler=DistributedSampler(data, 2, rank))
+        Trainer(
+            Attending().double(), loader, strategy="supervised", backend=TorchBackend(topology=Topology(tensor=2)),
+            config=TrainingConfig(max_epochs=1),
+        )  # fmt: skip
+
+    for each in in_processes(run):
+        assert (
+            "DistributedSampler(num_replicas=2): shares the data out to each process, and there are 1 copies"
+            in each.error
+        )
 
 
 def test_a_sequence_that_cannot_be_split_is_named():
