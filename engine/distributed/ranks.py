@@ -137,8 +137,8 @@ def check_shared(
     sampler = _sampler_of(loader)
     if type(sampler) is DistributedSampler and sampler.num_replicas != shares != found.world_size:
         raise ConfigurationError(
-            f"shares the data out to each process, and there are {shares} copies of the model, whose processes need the "
-            "same batches; leave the sampler out, or make it DistributedSampler(dataset, copies, copy)",
+            f"shares the data out to each process, and there are {shares} copies of the model, whose processes need "
+            "the same batches; leave the sampler out, or make it DistributedSampler(dataset, copies, copy)",
             "DistributedSampler",
             num_replicas=sampler.num_replicas,
         )
