@@ -21,6 +21,7 @@ from pulsetrain.engine import (
     Every,
     GRPOStrategy,
     SFTStrategy,
+    SupervisedStrategy,
     TorchBackend,
 )
 from pulsetrain.engine.checkpoint import save_safetensors
@@ -77,14 +78,18 @@ def test_two_processes_learn_what_one_learns(schedule: str):
 
 @pytest.mark.slow
 def test_copies_of_a_pipeline_on_four_processes():
-    def run(rank: int, backend: Any) -> dict[str, Any]:
-        loaders = DataLoader(double(35), 8, shuffle=True), DataLoader(double(9), 2)
+    def run(rank: int, backend: Any, rows: int = 35, batch_size: int = 8) -> dict[str, Any]:
+        loaders = DataLoader(double(rows), batch_size, shuffle=True), DataLoader(double(9), 2)
         return trained(make_with(layers(rank), *loaders, backend=backend, clip_grad_norm=0.5, accumulate=2))
 
     one = run(0, None)
     shards = {"shard": 2}, {"shard": 2, "schedule": "interleaved"}
     for topology in ({}, {"schedule": "interleaved"}, {"pipeline": 4, "microbatches": 5}, *shards):
         check(in_processes(lambda rank, made=topology: run(rank, pipelined(**made)), 4, limit=120), one)
+    # the last batch has micro-batches of two rows in one copy, and of one row in the other
+    for topology in ({}, shards[0]):
+        ended = in_processes(lambda rank, made=topology: run(rank, pipelined(**made), 41, 16), 4, limit=120)
+        check(ended, run(0, None, 41, 16))
 
 
 class Counting(nn.Module):
@@ -103,11 +108,13 @@ class Counting(nn.Module):
 
 
 @pytest.mark.slow
-def test_copies_are_validated_with_the_buffers_of_the_first_one():
+@pytest.mark.parametrize("shard", [1, 2])
+def test_copies_are_validated_with_the_buffers_of_the_first_one(shard: int):
     def run(rank: int) -> Any:
         model = layers()
         model[1], model[5] = Counting(), Counting()
-        made = make_with(model, DataLoader(double(32), 8), DataLoader(double(9), 2), backend=pipelined(), max_epochs=1)
+        loaders = DataLoader(double(32), 8), DataLoader(double(9), 2)
+        made = make_with(model, *loaders, backend=pipelined(shard=shard), max_epochs=1)
         before: list[list[float]] = []
         made.on(Events.ITERATION_COMPLETED(once=4))(lambda: before.append(seen(made.model)))
         made.train()
@@ -123,6 +130,32 @@ def test_copies_are_validated_with_the_buffers_of_the_first_one():
         assert ended[first].value[0] != ended[other].value[0]
         assert ended[first].value[1] == ended[other].value[1] == ended[first].value[0]
     assert ended[0].value[1] != ended[2].value[1]
+
+
+def test_a_model_output_without_rows_is_refused_where_outputs_are_put_together():
+    class Extra(nn.Module):
+        pipeline_plan = "blocks"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = block(x)
+            return x[:, :1], x.square().mean()
+
+    class First(SupervisedStrategy):
+        def compute_loss(self, outputs: Any, *more: Any, **named: Any) -> Any:
+            return super().compute_loss(outputs[0], *more, **named)
+
+    def run(rank: int) -> None:
+        Trainer(
+            Extra().double(), DataLoader(double(8), 4), DataLoader(double(8), 4), strategy=First("mse"),
+            backend=pipelined(), config=TrainingConfig(max_epochs=1, device="cpu"),
+        ).train()  # fmt: skip
+
+    assert any("which has no rows" in each.error for each in in_processes(run))
 
 
 def texts(count: int, *, packed: bool = False) -> list[dict[str, Tensor]]:

@@ -186,8 +186,24 @@ def test_metrics_are_those_of_one_process():
         def compute(self) -> float:
             return float(self.rows)
 
+    class Count(torchmetrics.Metric):
+        """Unlike a mean, it shows samples that count twice."""
+
+        rows: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
+
+        def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+            self.rows += len(target)
+
+        def compute(self) -> torch.Tensor:
+            return self.rows
+
     def body(rank: int) -> Any:
         kinds: dict[str, dict[str, Any]] = {
+            "counts": {"rows": Count()},
             "sums": {"mae": MeanAbsoluteError()},
             "torchmetrics": {"mse": torchmetrics.MeanSquaredError()},
             "gathers": {"all": EpochMetric(lambda preds, targets: float((preds - targets).abs().median()))},
