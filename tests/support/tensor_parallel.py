@@ -15,7 +15,7 @@ from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.handlers import Checkpointer
 from tests.support.runs_of_ranks import make_with
 
-__all__ = ["TOPOLOGIES", "Attending", "attending", "sequences"]
+__all__ = ["TOPOLOGIES", "Attending", "Stack", "attending", "sequences"]
 
 
 class Layout(NamedTuple):
@@ -33,6 +33,7 @@ TOPOLOGIES = {
     "sequence": Layout(2, {"tensor": 2, "sequence_parallel": True}),
     "shards of tensor": Layout(4, {"shard": 2, "tensor": 2}),
     "copies of tensor": Layout(4, {"replicate": 2, "tensor": 2}),
+    "pipeline": Layout(2, {"pipeline": 2}),
     "tensor 4": Layout(4, {"tensor": 4, "sequence_parallel": True}),
 }
 
@@ -68,6 +69,26 @@ class Attending(nn.Module):
         x = x + self.dropout(self.mix(attended))
         x = x + self.dropout(self.down(self.up(self.norms[1](x)).relu()))
         found: Tensor = self.head(self.norms[2](x))
+        return found.tanh()
+
+
+class Stack(nn.Module):
+    """Layers of which each process may have some, or a part of each."""
+
+    tensor_plan: ClassVar[dict[str, Any]] = {"blocks.*.0": {"style": "colwise", "gather": True}}
+    pipeline_plan = "blocks"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(3, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.leave = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.leave(x)
         return found.tanh()
 
 
