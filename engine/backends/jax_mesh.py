@@ -134,7 +134,8 @@ class DeviceMesh(OneDevice):
         return self.default
 
     def put_batch(self, arrays: Tree, first: bool = False) -> Tree:
-        rows = [len(leaf) for leaf in self._jax.tree.leaves(arrays) if np.ndim(leaf)]
+        lengths = [len(leaf) for leaf in self._jax.tree.leaves(arrays) if np.ndim(leaf)]
+        rows = [each for each in lengths if each != 1] or lengths  # what has one row belongs to all of them
         unequal = [each for each in rows if each % self._data]
         if unequal and first:
             raise ConfigurationError(
@@ -143,8 +144,13 @@ class DeviceMesh(OneDevice):
                 "JaxBackend",
                 mesh=self._rules.axes,
             )
-        where = self.default if unequal else self._rows
-        return self._jax.tree.map(lambda leaf: self._jax.device_put(leaf, where) if np.ndim(leaf) else leaf, arrays)
+
+        def put(leaf: Array) -> Array:
+            if not np.ndim(leaf):
+                return leaf
+            return self._jax.device_put(leaf, self.default if unequal or len(leaf) % self._data else self._rows)
+
+        return self._jax.tree.map(put, arrays)
 
     def put_like(self, array: Array, like: Array) -> Array:
         is_here = isinstance(like, self._jax.Array) and like.devices() == self.devices

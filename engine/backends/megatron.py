@@ -114,10 +114,14 @@ class MegatronBackend(TorchBackend):
                 sequence_parallel=True,
             )
         unsupported: dict[str, object] = {}
-        if not self._plain:
+        if self.activation_offload is not None:
+            unsupported["activation_offload"] = self.activation_offload
+        elif not self._plain:
             unsupported["precision"] = self.requested_precision or settings.precision
         if self.compile:
             unsupported["compile"] = True
+        if self.optimizer_offload is not None:
+            unsupported["optimizer_offload"] = self.optimizer_offload
         if unsupported:
             raise ConfigurationError(
                 "not supported with Megatron's layers; leave it out, and for bfloat16 give the model that dtype",
@@ -148,6 +152,15 @@ class MegatronBackend(TorchBackend):
             ConfigurationError: the processes cannot share it out, or were given different descriptions.
         """
         if isinstance(model, MegatronModel):
+            held = 1 if model.mesh is None else model.mesh[TENSOR].size()
+            if (held, model.splits_sequences) != (self.tensor, self.sequence_parallel):
+                raise ConfigurationError(
+                    f"the model was built with tensor={held}, sequence_parallel={model.splits_sequences}; pass the "
+                    "backend that built it",
+                    "MegatronBackend",
+                    tensor=self.tensor,
+                    sequence_parallel=self.sequence_parallel,
+                )
             return self.module_to_device(model)
         if not isinstance(model, MegatronGPT):
             raise ArgumentTypeError("needs a MegatronGPT, which it builds itself", "MegatronBackend", model=model)

@@ -105,8 +105,14 @@ class SplitLogits:
         Raises:
             ValueError: on the CPU: a target is not a token.
         """
+        from megatron.core import parallel_state
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+        if parallel_state.get_tensor_model_parallel_world_size() != self._mesh.size():  # it asks for them, too
+            raise RuntimeError(
+                "Megatron's groups of processes have been made again for a model with another `tensor`; train each in "
+                "processes of its own"
+            )
         if on_host(targets):
             check_labels("cross_entropy", self, targets, IGNORED)
         # it writes the softmax into what it is given

@@ -105,6 +105,14 @@ def from_llama(state: Mapping[str, Tensor], description: MegatronGPT) -> dict[st
             f"from_llama(): the state lacks {', '.join(lacking[:3])}{' ...' if len(lacking) > 3 else ''}; pass that of "
             "a LlamaForCausalLM, and a description of as many layers"
         )
+    known = {*wanted, _OUTPUT[1]}  # the latter of a model that ties it
+    surplus = sorted(name for name in state if name not in known and not name.endswith("rotary_emb.inv_freq"))
+    if surplus:
+        first = f"{', '.join(surplus[:3])}{' ...' if len(surplus) > 3 else ''}"
+        raise ConfigurationError(
+            f"from_llama(): the description has no place for {first}; pass the state of a "
+            "LlamaForCausalLM, and a description of as many layers"
+        )
     made = {mine: state[theirs] for mine, theirs in pairs}
     groups, width = description.key_value_heads, description.hidden // description.heads
     for mine, theirs in _layers(description):

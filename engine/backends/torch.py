@@ -193,6 +193,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             refused["optimizer"] = type(optimizer)
         if self.optimizer_offload is not None:
             refused["optimizer_offload"] = self.optimizer_offload
+        if self.activation_offload is not None:
+            refused["activation_offload"] = self.activation_offload  # it would keep gathered weights, too
         if refused:
             raise ConfigurationError(
                 "is not known to work with a sharded model; choose another, or give each process the whole model",

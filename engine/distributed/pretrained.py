@@ -283,12 +283,12 @@ def _with_adapters(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     check_type("pretrained", "adapters", options, Mapping, "the options of peft's LoraConfig")
     peft: Any = load_optional("pretrained", "peft", "huggingface")
     config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **options})
-    if config.init_lora_weights not in (True, False, "gaussian"):
+    if config.use_dora or config.init_lora_weights not in (True, "gaussian"):
         raise ConfigurationError(
-            "these first values are computed from the weights, which have not been read; choose true, false or "
-            "gaussian",
+            "these first values are computed from the weights, which have not been read, or are none; choose "
+            "init_lora_weights true or gaussian, without use_dora",
             "pretrained",
-            adapters={"init_lora_weights": config.init_lora_weights},
+            adapters={"init_lora_weights": config.init_lora_weights, "use_dora": config.use_dora},
         )
     adapted: nn.Module = peft.get_peft_model(model, config)
     for layer in adapted.modules():

@@ -61,12 +61,14 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
     weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers()) if _is_plain(each)}
 
     def pack(tensor: Tensor) -> _Kept | _Moved:
-        if tensor.nbytes < smallest or not _is_plain(tensor):
-            return _Kept(tensor, tensor._version)
+        version, is_plain = tensor._version, _is_plain(tensor)
+        tensor = tensor.detach()  # an operator that keeps its own output would keep itself alive
+        if tensor.nbytes < smallest or not is_plain:
+            return _Kept(tensor, version)
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in weights or storage.nbytes() < tensor.nbytes:  # the second: expanded
-            return _Kept(tensor, tensor._version)
-        tensor = tensor.detach()
+        expanded = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if storage.data_ptr() in weights or storage.nbytes() < tensor.nbytes or expanded:
+            return _Kept(tensor, version)
         return _Moved(policy.pack(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def unpack(packed: _Kept | _Moved) -> Tensor:

@@ -131,7 +131,10 @@ def _smaller_batch(setup: Setup, use: MemoryUse, available: int) -> Remedy | Non
     while rows // parts > 1:
         parts *= 2
         together = setup.accumulate * parts
-        peak = estimate(replace(setup, batch=first_rows(setup.batch, rows // parts), accumulate=together)).peak
+        try:
+            peak = estimate(replace(setup, batch=first_rows(setup.batch, rows // parts), accumulate=together)).peak
+        except Exception:  # the model cannot compute so few rows, as BatchNorm one
+            break
         if peak >= (use.peak if found is None else _SAME * found.peak):
             break
         found = Remedy(

@@ -165,6 +165,13 @@ class SampleText(Handler):
             )
             raise ConfigurationError(rule, "SampleText", generate=None)
         if self.generate is None and hasattr(model, "generation_config"):
+            if self.encode is None or self.decode is None:
+                raise ConfigurationError(
+                    "the model reads and writes token ids; pass encode= and decode= of its tokenizer",
+                    "SampleText",
+                    encode=self.encode,
+                    decode=self.decode,
+                )
             return partial(_of_transformers, model)
         return generate
 

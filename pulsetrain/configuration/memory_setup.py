@@ -96,7 +96,7 @@ def _first_batch(parts: Parts) -> Any:
 
 
 def _setup(parts: Parts, batch: Any) -> Setup:
-    training = replace(parts.training, compile=False)
+    training = replace(parts.training, compile=False, optimizer_offload=None)  # its state is counted in any case
     parts.backend.requested_compile = False  # a compiled model shows no operations
     store = make_store(parts.backend, parts.model, None, parts.strategy, training, training.seed or 0)
     accumulate = training.accumulation.batches_at(0) or 2

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from pulsetrain.engine import ArgumentTypeError, ConfigurationError, MegatronBackend, MegatronGPT
 from pulsetrain.handlers import BestModel
-from tests.support.runs_of_megatron import GPT, LLAMA, alone, errors_of, make, needs_megatron, resuming, texts, together
+from tests.support.runs_of_megatron import GPT, LLAMA, alone, errors_of, make, needs_megatron, resuming, texts
 
 
 def test_without_megatron_core_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -105,8 +105,7 @@ def test_processes_with_different_models_are_refused():
 @needs_megatron
 def test_a_loader_that_gives_each_process_its_own_samples_is_refused():
     def run(rank: int) -> None:
-        data = texts(16)
-        make(GPT, tensor=2, data=DataLoader(data, 4, sampler=DistributedSampler(data, 2, rank))).train()
+        make(GPT, tensor=2, data=list(DataLoader(texts(16), 4))[rank : rank + 1]).train()
 
     for error in errors_of(run):
         assert "the first batch of rank 1 is not that of rank 0" in error
@@ -163,10 +162,25 @@ def test_groups_that_other_code_has_made_are_kept_or_refused():
 
 
 @needs_megatron
-def test_a_backend_serves_models_of_another_number_of_processes_afterwards():
-    def run(rank: int) -> list[float]:
-        return [make(GPT, tensor=2).train()["train/loss"][-1] for _ in range(2)]
+def test_a_model_is_trained_with_the_groups_with_which_it_was_built():
+    def run(rank: int) -> list[str]:
+        losses = [make(GPT, tensor=2).train()["train/loss"][-1] for _ in range(2)]
+        assert losses[0] == losses[1]
+        first = make(GPT, tensor=2)
+        make(GPT, tensor=1)
+        first.train()
+        return []
 
-    first, second = together(run)
-    assert first == second
-    assert first[0] == first[1]
+    for error in errors_of(run):
+        assert "have been made again for a model with another `tensor`" in error
+
+
+@needs_megatron
+def test_a_model_that_was_built_by_another_backend_is_refused():
+    def run(rank: int) -> list[str]:
+        built = MegatronBackend("cpu", tensor=2).build(MegatronGPT(**GPT))
+        MegatronBackend("cpu").build(built)
+        return []
+
+    for error in errors_of(run):
+        assert "the model was built with tensor=2, sequence_parallel=False" in error

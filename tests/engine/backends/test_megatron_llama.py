@@ -105,6 +105,9 @@ def test_weights_that_are_missing_are_named():
         from_llama(state, describe_llama(theirs.config))
     with pytest.raises(ConfigurationError, match="not Llama's architecture"):
         from_llama(theirs.state_dict(), MegatronGPT(**GPT))
+    more = {**theirs.state_dict(), "model.layers.0.self_attn.q_proj.bias": torch.zeros(1)}
+    with pytest.raises(ConfigurationError, match=r"no place for model\.layers\.0\.self_attn\.q_proj\.bias"):
+        from_llama(more, describe_llama(theirs.config))
 
 
 def test_the_python_of_the_guide_trains_and_converts():

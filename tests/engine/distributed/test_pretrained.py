@@ -224,11 +224,12 @@ def test_adapters_learn_over_weights_that_are_read(layout: str, dtype: torch.dty
         assert all(bool(before[name].any()) == ("lora_A" in name) for name in names)
 
 
-def test_adapters_that_need_the_weights_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"init_lora_weights": False}, {"use_dora": True}])
+def test_adapters_without_first_values_of_their_own_are_refused(options: dict[str, object], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     saved("llama", tmp_path)
     with pytest.raises(ConfigurationError, match="init_lora_weights"):
-        pretrained(tmp_path, adapters={**ADAPTERS, "init_lora_weights": "pissa"})
+        pretrained(tmp_path, adapters={**ADAPTERS, **options})
 
 
 # ------------------------------------------------------------------------------------------------------- bad input

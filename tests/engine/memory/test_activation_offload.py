@@ -164,6 +164,25 @@ def test_files_are_gone_when_the_graph_is():
     assert not policy.handles
 
 
+def test_nothing_is_kept_of_a_graph_without_a_backward_pass():
+    model, kept = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), []
+    for min_bytes in (0, 1 << 20):
+        with offload_activations(model, ActivationOffload(min_bytes=min_bytes)):
+            kept.append(weakref.ref(model(torch.ones(2, 4))))
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_an_expanded_tensor_stays():
+    inputs = torch.ones(3, 4)
+    scale = torch.ones(3, 4, requires_grad=True)
+    with offload_activations(nn.Identity(), ActivationOffload(min_bytes=0)):
+        loss = (inputs[:, :1].expand(-1, 4) * scale).sum()
+    loss.backward()
+    assert scale.grad is not None
+    assert scale.grad.tolist() == inputs.tolist()
+
+
 def test_what_is_on_disk_is_not_in_memory():
     torch.manual_seed(0)
     model, inputs = Attentions(), torch.randn(4, 8, 16)

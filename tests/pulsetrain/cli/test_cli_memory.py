@@ -206,6 +206,13 @@ def test_shards_are_worked_out_for_one_process(folder: Path, capsys: Streams) ->
     assert "each of 2, with shard: 2, needs about" in found["notes"][0]
 
 
+def test_offloaded_optimizer_state_is_counted_and_nothing_is_written(folder: Path, capsys: Streams) -> None:
+    before = sorted(folder.rglob("*"))
+    found = answer(capsys, "--training.optimizer_offload", "disk", "--training.optimizer", "adamw")
+    assert found["estimated"]["peak"] == answer(capsys, "--training.optimizer", "adamw")["estimated"]["peak"]
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_a_compiled_model_is_estimated_as_it_is_without(folder: Path, capsys: Streams) -> None:
     found = answer(capsys, "--training.compile", "true")
     assert found["estimated"]["peak"] == answer(capsys)["estimated"]["peak"]
