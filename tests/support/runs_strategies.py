@@ -226,7 +226,7 @@ TEXTS = Task(
     with_values,
     lambda: jax_language_model(values=True),
     cuts=(2, 5, 6, 8),
-    settings={"max_epochs": 3},
+    settings={"max_epochs": 3, "seed": 1},  # with which some rollouts exceed target_kl on each backend
     metric="rollout/reward",
 )
 GROUPS = Task(
