@@ -24,10 +24,10 @@ from pulsetrain.engine.backends.torch_computation import (
 )
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
 from pulsetrain.engine.backends.virtual_shares import GlobalBatch, check_virtual_model, reduce_shares
+from pulsetrain.engine.distributed.parallelize import start_alike
 from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.pretrained import fill
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
-from pulsetrain.engine.distributed.reduction import start_alike
 from pulsetrain.engine.distributed.shards import point_at, shard_module
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pulsetrain.engine.distributed.ranks import is_shared, ranks
 
-__all__ = ["DataParallelModule", "without_wrapper"]
+__all__ = ["DataParallelModule", "start_alike", "without_wrapper"]
 
 _SYNC_BUFFERS = next(  # before each step; they are sent before each validation instead. Older versions of torch
     name
@@ -58,6 +60,16 @@ class DataParallelModule:
         if self._learning:  # else there is nothing to average
             options: dict[str, Any] = {_SYNC_BUFFERS: False}
             self.called = DistributedDataParallel(self.module, **options)
+
+
+def start_alike(module: nn.Module) -> None:
+    """Give a module the values of rank 0, in place; all processes call this. What has no values stays without."""
+    if ranks().world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                torch.distributed.broadcast(tensor.detach(), src=0)
 
 
 def without_wrapper(module: nn.Module) -> nn.Module:

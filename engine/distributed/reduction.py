@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
 
 from pulsetrain.engine.distributed.ranks import ranks
 
-__all__ = ["TreeSum", "add_over_processes", "gathered", "start_alike"]
+__all__ = ["TreeSum", "add_over_processes", "gathered"]
 
 _BUCKET = 1 << 25  # bytes of a process that are exchanged at a time: each process holds as many of every other one
 
@@ -85,12 +85,3 @@ def add_over_processes(tensors: Sequence[Tensor]) -> None:
             part.copy_(tree.total()[0])
         for each, part in zip(group, flat.split([each.numel() for each in group]), strict=True):
             each.copy_(part.view_as(each))
-
-
-def start_alike(module: nn.Module) -> None:
-    """Give a module the values of rank 0, in place; all processes call this."""
-    if ranks().world_size == 1:
-        return
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            torch.distributed.broadcast(tensor.detach(), src=0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
+from pulsetrain.engine.distributed.parallelize import start_alike
 from pulsetrain.engine.distributed.plans import TensorPlan, styles_of
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.topology import TENSOR, Topology
@@ -49,10 +50,7 @@ def shard_module(module: nn.Module, topology: Topology, device: torch.device, pl
     styles = {}
     if topology.tensor > 1:  # before anything is split
         styles = styles_of(module, plan, topology.tensor, sequence=topology.sequence_parallel)
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:  # else it gets its values when it has been split up
-                torch.distributed.broadcast(tensor.detach(), src=0)
+    start_alike(module)  # what has no values yet gets them when it has been split up
     mesh = topology.mesh(device)
     if topology.tensor > 1:
         from pulsetrain.engine.distributed.tensor_parallel import parallelize  # imports torch's tensor parallelism

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from pulsetrain.engine.distributed import reduction
 from pulsetrain.engine.distributed.joining import join
-from pulsetrain.engine.distributed.reduction import TreeSum, add_over_processes, start_alike
+from pulsetrain.engine.distributed.parallelize import start_alike
+from pulsetrain.engine.distributed.reduction import TreeSum, add_over_processes
 from tests.support.ranks import in_processes
 
 SHAPES = [(7, 5), (3,), (), (2, 1, 4)]
