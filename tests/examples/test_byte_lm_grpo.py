@@ -183,17 +183,17 @@ class TestScript:
         monkeypatch.setattr(grpo, "rewards", is_ascii)
         monkeypatch.setattr(grpo, "prompts_of_library", lambda: prompts)
         history = grpo.main(
-            ["--start", str(demo_run), "--run", str(tmp_path / "run"), "--rollouts", "5", "--samples", "8"]
+            ["--start", str(demo_run), "--run", str(tmp_path / "run"), "--rollouts", "10", "--samples", "8"]
         )
         rewards, divergences = history["rollout/reward"], history["rollout/reference_kl"]
-        assert len(rewards) == len(divergences) == 5
+        assert len(rewards) == len(divergences) == 10
         assert rewards[0] == pytest.approx(0.5, abs=0.1)  # of random bytes
         assert rewards[-1] > rewards[0] + 0.1
         assert divergences[0] == 0.0 < 0.01 < divergences[-1]
         output = capsys.readouterr().out
-        assert re.findall(r"^rollout (\d+): reward 0\.\d{3}, KL ", output, re.MULTILINE) == ["5"]
+        assert re.findall(r"^rollout (\d+): reward 0\.\d{3}, KL ", output, re.MULTILINE) == ["5", "10"]
         saved = CheckpointManager(tmp_path / "run" / "checkpoints").valid()
-        assert [path.name for path in saved] == ["000000010-checkpoint"]
+        assert [path.name for path in saved] == ["000000020-checkpoint"]
 
     def test_it_runs_as_the_page_says(self, demo_run: Path, tmp_path: Path) -> None:
         script = ("-m", "examples.byte_lm_tuning.grpo", "--start", demo_run, "--rollouts", 1, "--samples", 5)
