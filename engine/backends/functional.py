@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -38,8 +39,8 @@ _Shape = tuple[int, ...]
 class FunctionalBackend(Trees, ValueBackend):
     """A `Backend` over values; a subclass says how to take weights from a model and how to compute gradients.
 
-    It writes `split`, `loss_and_gradients` and `evaluate`; if its arrays are not torch's, `owns` and `from_torch`;
-    if they are not numpy's either, `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
+    It writes `split`, `loss_and_gradients` and `evaluate`. If its arrays are neither torch tensors nor numpy arrays, it
+    also writes `owns`, `from_torch` and `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
 
     >>> import numpy as np
     >>> class Descent:
@@ -63,6 +64,7 @@ class FunctionalBackend(Trees, ValueBackend):
     def __init__(self) -> None:
         self.settings = BackendSettings()
         self._serves = False
+        self._is_numpy = False  # whether the weights are numpy arrays
         self._paths: set[str] = set()  # of the model's weights
         # shapes of the optimizer's state, by paths and shapes of the weights
         self._expected: dict[tuple[tuple[str, _Shape], ...], dict[str, _Shape]] = {}
@@ -88,6 +90,14 @@ class FunctionalBackend(Trees, ValueBackend):
     ) -> tuple[Tree, Array]:
         """The model's outputs and the loss, without gradients, as in evaluation."""
         raise NotImplementedError
+
+    def owns(self, leaf: object) -> bool:
+        """Whether the leaf is an array that this backend computes with: of numpy, if those of `split` are."""
+        return isinstance(leaf, (np.ndarray, np.generic)) if self._is_numpy else super().owns(leaf)
+
+    def from_torch(self, tensor: Tensor) -> Array:
+        """One torch tensor as an array of this backend, which shares its memory."""
+        return tensor.numpy() if self._is_numpy else tensor
 
     # --------------------------------------------------------------------------------------- the parts of a step
 
@@ -125,7 +135,8 @@ class FunctionalBackend(Trees, ValueBackend):
         """The store of a model before its first update.
 
         Raises:
-            ConfigurationError: the strategy trains several modules, or the optimizer works in place.
+            ConfigurationError: the strategy trains several modules, the optimizer works in place, or its learning rate
+                is a tensor.
         """
         if isinstance(strategy, AlternatingStrategy):
             raise ConfigurationError(
@@ -134,10 +145,18 @@ class FunctionalBackend(Trees, ValueBackend):
                 backend=type(self),
             )
         chosen, rate, decay = optimizer.chosen, optimizer.learning_rate, optimizer.weight_decay
-        return ValueStore(self, model, self.begin("Trainer", model, chosen, rate, decay, **optimizer.options))
+        state = self.begin("Trainer", model, chosen, rate, decay, **optimizer.options)
+        if isinstance(self.learning_rate(state.optimizer), Tensor):
+            raise ConfigurationError(
+                "its learning rate is a tensor, and nothing differentiates the updates of a run; give it a number, or "
+                "differentiate TrainerCore.train_step",
+                "Trainer",
+                optimizer=type(chosen),
+            )
+        return ValueStore(self, model, state)
 
     def begin(
-        self, place: str, model: object, optimizer: object, rate: float, weight_decay: float, **options: object
+        self, place: str, model: object, optimizer: object, rate: float | Tensor, weight_decay: float, **options: object
     ) -> ModelState:
         """The state before the first update, with an optimizer or the name of one.
 
@@ -159,20 +178,36 @@ class FunctionalBackend(Trees, ValueBackend):
             )
         return self.init(model, optimizer)
 
-    def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
+    def init(self, model: object, optimizer: Optimizer, learning_rate: float | Tensor | None = None) -> ModelState:
         """The model's weights as values, and the optimizer's state for them.
 
         Args:
             learning_rate: of the first update; by default what the optimizer's state holds, perhaps in float32.
+
+        Raises:
+            ConfigurationError: no parameter learns.
+            TypeError: an array is neither a torch tensor nor one of numpy, and the backend cannot convert it.
         """
         self.optimizer = optimizer
         weights = self.split(model)
-        self._paths = set(self.paths(weights))
+        leaves = self.paths(weights)
+        self._paths, self._is_numpy = set(leaves), _are_numpy(leaves)
         if not self.paths(weights["parameters"]):
             raise ConfigurationError(f"{type(self).__name__}: model={type(model).__name__}: has no parameter to learn")
+        self._check_owned(leaves)
         state = optimizer.init(weights["parameters"])
         rate = self.learning_rate(state) if learning_rate is None else learning_rate
+        if isinstance(rate, Tensor):  # perhaps with a gradient: the optimizer's state alone has it
+            rate = None
         return ModelState(weights, state, {"step": 0, "learning_rate": rate, "schedule": None})
+
+    def _check_owned(self, leaves: Mapping[str, Array]) -> None:
+        for path, leaf in leaves.items():
+            if not self.owns(leaf):
+                raise TypeError(
+                    f"{type(self).__name__}.split(): weights[{path!r}] is {_kind(leaf)}; return torch tensors on the "
+                    "backend's device or numpy arrays, or write owns(leaf), from_torch(tensor) and tensor_of(array)"
+                )
 
     def copied(self, state: ModelState) -> ModelState:
         """The same state in memory of its own."""
@@ -250,6 +285,8 @@ class FunctionalBackend(Trees, ValueBackend):
                 return next_state(state, state.weights, state.optimizer, rate)
             skip = None
         new, optimizer = self.updated(parameters, state.optimizer, gradients.gradients, gradients.grad_norm, rate)
+        if isinstance(rate, Tensor):  # the metadata keep it: in both places, it would be two rates
+            optimizer = self.with_learning_rate(optimizer, self.learning_rate(state.optimizer))
         if skip is not None:
             skipped = self.to_native(skip)
             new = self.map(lambda old, each: namespace(each).where(skipped, old, each), parameters, new)
@@ -307,10 +344,10 @@ class FunctionalBackend(Trees, ValueBackend):
         """`old` where the condition holds; numbers on the host, such as a count of steps, advance in any case."""
         return namespace(new).where(skip, old, new) if hasattr(new, "shape") else new
 
-    def learning_rate(self, opt_state: Tree) -> float | None:
+    def learning_rate(self, opt_state: Tree) -> float | Tensor | None:
         """The rate that the optimizer's state holds; None where it holds none."""
         rate = opt_state.get("learning_rate") if isinstance(opt_state, Mapping) else None
-        return None if rate is None else float(rate)
+        return rate if rate is None or isinstance(rate, Tensor) else float(rate)
 
     def with_learning_rate(self, opt_state: Tree, rate: Array) -> Tree:
         """The optimizer's state with another rate.
@@ -400,6 +437,10 @@ def no_rate(place: str, remedy: str) -> ConfigurationError:
         f"{place}: a schedule or a handler sets the learning rate, and the optimizer's state holds none; {remedy}, or "
         "name the optimizer, as 'adamw'"
     )
+
+
+def _are_numpy(leaves: Mapping[str, Array]) -> bool:
+    return bool(leaves) and all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves.values())
 
 
 def _shapes(leaves: Mapping[str, Array]) -> dict[str, _Shape]:

@@ -125,13 +125,13 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         # copies: the first step may reuse the memory of what it is given
         return self.placement.put_weights(self.map(self.copy_of, weights), self.model.annotated)  # type: ignore[no-any-return]
 
-    def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
+    def init(self, model: object, optimizer: Optimizer, learning_rate: float | Tensor | None = None) -> ModelState:
         state = super().init(model, optimizer, learning_rate)
         # on the device, as the next state will be: else the second step would be compiled again
         return replace(state, optimizer=self.placement.put_optimizer(state.optimizer))
 
     def create_optimizer(
-        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
+        self, model: object, name: str, learning_rate: float | Tensor, weight_decay: float, **options: object
     ) -> Optimizer:
         """sgd, adam, adamw or rmsprop of optax, with torch's numbers.
 

@@ -16,6 +16,7 @@ from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.pipeline import Pipeline
 from pulsetrain.engine.backends.torch_computation import (
     TorchComputation,
+    evaluating,
     explain,
     find_device,
     moved,
@@ -187,7 +188,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             refused["compile"] = True
         declared = "takes_shards" if self.topology.pipeline == 1 else "takes_pipelines"
         binds = isinstance(strategy, BindsModel) and not getattr(strategy, declared, False)
-        if binds or isinstance(strategy, AlternatingStrategy):
+        differentiates = self.topology.pipeline > 1 and getattr(strategy, "needs_gradients", False)
+        if binds or differentiates or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
         if optimizer is not None and type(optimizer) not in ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
@@ -375,8 +377,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     def eval_step(
         self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The model's outputs, and the loss and the strategy's metrics by name, without gradients."""
-        with torch.no_grad():
+        """The model's outputs, and the loss and the strategy's metrics by name."""
+        with evaluating(strategy):
             outputs, loss = self.outputs_and_loss(state.weights, batch, strategy)
             return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.module_view import TensorsView
-from pulsetrain.engine.backends.torch_computation import TorchComputation, no_gradient
+from pulsetrain.engine.backends.torch_computation import TorchComputation, evaluating, no_gradient
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional import create_functional
@@ -76,7 +75,7 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, Tensor]:
         """The module in eval mode."""
-        with torch.no_grad(), eval_mode(self.module):
+        with evaluating(strategy), eval_mode(self.module):
             return self.outputs_and_loss({**weights["parameters"], **weights["buffers"]}, batch, strategy)
 
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
@@ -84,7 +83,7 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
         return call(lambda *args, **kwargs: functional_call(self.module, model, args, kwargs), batch.inputs)
 
     def create_optimizer(
-        self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any
+        self, model: Any, name: str, learning_rate: float | Tensor, weight_decay: float, **options: Any
     ) -> Optimizer:
         """sgd, adam, adamw or rmsprop, as pure functions."""
         spares = decay_rule(model, options.pop("no_decay", None))

@@ -75,6 +75,10 @@ class ModelState:
     `optimizer` is what `Optimizer.init` made of the parameters. In place (TorchBackend by default) they are the module
     and the torch optimizer themselves.
 
+    States that are values are pytrees of torch, whose leaves are their tensors. Numbers that the members of an ensemble
+    share, such as "step", are no leaves: `tree_map(lambda *each: torch.stack(each), *states)` stacks states for
+    `torch.vmap`.
+
     >>> from pulsetrain.engine import SupervisedStrategy, TorchBackend, TrainerCore
     >>> core = TrainerCore(TorchBackend("cpu", functional=True), SupervisedStrategy("mse"))
     >>> state = core.init(nn.Linear(2, 1), "sgd", learning_rate=0.1)
@@ -84,7 +88,8 @@ class ModelState:
 
     weights: Tree
     optimizer: Tree
-    # "step": updates made; "learning_rate": of the next update, unless there is a "schedule" with `get_lr(step)`
+    # "step": updates made; "learning_rate": of the next update, unless there is a "schedule" with `get_lr(step)`; None
+    # for the one in the optimizer's state
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -165,6 +170,8 @@ class TrainingStrategy(Protocol):
     - `check_batch(outputs, batch)`: the same for backends that compile the loss. The batch has torch tensors, the
       outputs only shape and dtype.
     - `bind(model, backend)`: see `BindsModel`.
+    - `needs_gradients`: true where `compute_loss` or `compute_metrics` differentiates, as with respect to the inputs:
+      PyTorch then records the operations of an evaluation, too, which is otherwise computed without gradients.
     - `state_dict()` and `load_state_dict(state)`: saved in checkpoints.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -241,14 +241,19 @@ class ModelPart(OwnedPart[nn.Module]):
         Raises:
             CheckpointError: they are; the message lists what is missing, unexpected or misshapen.
         """
-        problems = compare_weights(self._owner.state_dict(), state)
+        mine = self._owner.state_dict()
+        problems = compare_weights(mine, state)
+        if problems.unexpected:  # perhaps of an earlier version, which did not leave out what is frozen
+            problems = compare_weights({**dict(self._owner.named_parameters(remove_duplicate=False)), **mine}, state)
+            problems = replace(
+                problems, missing={name: each for name, each in problems.missing.items() if name in mine}
+            )
         if problems:
             raise CheckpointError(
                 f"the checkpoint's weights do not fit the model: {problems}; build the model as it was when the "
                 "checkpoint was made, with the modules that handlers have added since the run began"
             )
         if is_sharded(self._owner):  # which keeps buffers of its own, in the dtype that it was split up with
-            mine = self._owner.state_dict()
             others = [name for name, each in state.items() if _dtype_of(each) != _dtype_of(mine.get(name))]
             if others:
                 name = others[0]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.backends.pipeline import pipeline_of
@@ -215,6 +216,8 @@ class Evaluation:
             means: Mapping[str, Tensor] = self._alternate(self.strategy, prepared)
         else:
             outputs, means = backend.eval_step(self.store.eval_state, prepared, strategy)
+            if getattr(strategy, "needs_gradients", False):  # their graphs would be kept until the end of the set
+                outputs, means = tree_map_only(Tensor, Tensor.detach, (outputs, dict(means)))
         means = backend.to_torch(means)
         for name, value in means.items():
             self._running[name].update(value, prepared.size)

@@ -65,7 +65,7 @@ def offered(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> set[
         ("pulsetrain config config.yaml --training.precision ", {"bf16", "fp16", "fp32"}),
         ("pulsetrain config config.yaml --training.precision b", {"bf16"}),
         ("pulsetrain fork runs --training.schedule cosine_", {"cosine_with_restarts"}),
-        ("pulsetrain export runs --format t", {"tensorboard"}),
+        ("pulsetrain export runs --format t", {"tensorboard", "torch_export"}),
         ("pulsetrain memory conf", {"config.yaml"}),
         ("pulsetrain memory config.yaml --mea", {"--measure"}),
         ("pulsetrain memory config.yaml --training.precision b", {"bf16"}),
