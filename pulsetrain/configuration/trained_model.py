@@ -70,8 +70,9 @@ def example_inputs(checkpoint: Location, model: nn.Module) -> Tree:
 
 
 def run_holding(checkpoint: Location) -> Path:
-    """The run folder of a checkpoint."""
-    return Path(str(checkpoint)).parent.parent
+    """The run folder of a checkpoint; its own folder if it is in none."""
+    folder = Path(str(checkpoint))
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 def _run_and_config(checkpoint: Location) -> tuple[Path, Mapping[str, Any]]:

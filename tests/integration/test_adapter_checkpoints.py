@@ -84,7 +84,8 @@ def test_it_takes_the_bytes_of_the_adapters_and_not_of_the_base(tmp_path: Path) 
     trainer(large, unfrozen).train()
     saved = load_checkpoint(newest(small))
     assert bytes_in(load_checkpoint(newest(large))) > 3 * base  # weights and two averages of each
-    assert bytes_in(saved) < base / 2
+    assert bytes_in(saved) < base
+    assert bytes_in([saved["model"], saved["optimizer"], saved["handlers"]]) < base / 4
     (kept,) = [each["state"]["weights"] for name, each in saved["handlers"].items() if "BestModel" in name]
     assert all("lora_" in name for name in kept)
 

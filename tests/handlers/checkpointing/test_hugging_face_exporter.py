@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, Every, SupervisedStrategy
+from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.handlers import EMA, Checkpointer, HuggingFaceExporter
 from tests.support.runs import cut_after
@@ -87,20 +88,18 @@ def test_the_tokenizer_is_in_each_folder(tmp_path: Path) -> None:
 
 
 def test_best_has_the_weights_of_the_best_validation_and_its_value(tmp_path: Path) -> None:
-    exporter = HuggingFaceExporter(tmp_path, metric="val/loss", mode="max")  # which falls: the first one is the best
+    exporter = HuggingFaceExporter(tmp_path, metric="val/loss", mode="max")
     run = trainer(exporter)
-    first: dict[str, torch.Tensor] = {}
-
-    def keep() -> None:
-        first.update({name: each.clone() for name, each in run.model.state_dict().items()} if not first else {})
-
-    run.add_event_handler("validation_completed", keep)
-    history = run.train()
-    assert facts(tmp_path, "best") == {
-        "iteration": 4, "update": 4, "metric": "val/loss", "value": history["val/loss"][0]
-    }  # fmt: skip
-    assert (exporter.best_iteration, exporter.best_value) == (4, history["val/loss"][0])
-    for name, each in first.items():
+    seen: list[dict[str, torch.Tensor]] = []
+    run.add_event_handler(Events.VALIDATION_COMPLETED, lambda: seen.append(copy.deepcopy(run.model.state_dict())))
+    values = run.train()["val/loss"]
+    best = values.index(max(values))
+    assert best < len(values) - 1, "else it would be the last one, too"
+    iteration = 4 * (best + 1)
+    expected = {"iteration": iteration, "update": iteration, "metric": "val/loss", "value": values[best]}
+    assert facts(tmp_path, "best") == expected
+    assert (exporter.best_iteration, exporter.best_value) == (iteration, values[best])
+    for name, each in seen[best].items():
         assert torch.equal(weights(tmp_path, "best")[name], each)
         assert not torch.equal(weights(tmp_path, "last")[name], each)
 
@@ -109,7 +108,7 @@ def test_best_has_the_averages_that_were_validated(tmp_path: Path) -> None:
     average = EMA(0.5)
     run = trainer(average, HuggingFaceExporter(tmp_path, metric="val/loss"), epochs=1)
     run.train()
-    with average.applied(run):
+    with average.applied():
         expected = {name: each.clone() for name, each in run.model.state_dict().items()}
     for name, each in expected.items():
         assert torch.equal(weights(tmp_path, "best")[name], each)

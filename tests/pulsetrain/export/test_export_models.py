@@ -138,6 +138,7 @@ def test_a_language_model_is_called_by_name(train: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the packages say of each other
 def test_adapters_are_merged_into_the_weights(train: Any, tmp_path: Path, capsys: Any) -> None:
     for package in ("transformers", "peft"):
         pytest.importorskip(package, reason=f"{package} is not there: pip install {package}")
@@ -171,7 +172,7 @@ def test_what_cannot_be_exported_is_one_clear_error_and_leaves_nothing(train: An
     )
     assert "--rank 1: chooses a log" in refused(str(folder), "--format", "safetensors", "--rank", "1")
     assert "is in the run folder" in refused(str(folder), "--format", "safetensors", "--into", str(folder / "a"))
-    assert "there is no" in refused(str(tmp_path / "nowhere"), "--format", "safetensors")
+    assert "no checkpoint there" in refused(str(tmp_path / "nowhere"), "--format", "safetensors")
     (tmp_path / "model.pt2").write_text("mine")
     before.add(tmp_path / "model.pt2")
     assert "already exists" in refused(str(folder), "--format", "torch_export", "--into", "model.pt2")
