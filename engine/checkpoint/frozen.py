@@ -143,7 +143,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str | None:
     found = hashlib.blake2b(digest_size=16)
     for name, each in sorted(plain):
         found.update(f"{name} {each.dtype} {tuple(each.shape)}\n".encode())
-        found.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -247,7 +247,7 @@ def _on_host(model: nn.Module) -> Any:
 
 
 def _active(model: Any) -> list[str]:
-    active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", "default")
+    active: Any = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", "default")
     return [active] if isinstance(active, str) else list(active)
 
 

@@ -39,10 +39,11 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"<{at}>": at for at in range(VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<0>")
 
 
@@ -112,15 +113,20 @@ def test_several_processes_write_one_whole_model(layout: str, tmp_path: Path) ->
 
 def test_adapters_in_shards_are_written_and_not_merged(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "base")
-    whole = trainer_of(folder, "one", model=pretrained(folder, adapters=ADAPTERS))
+
+    def model() -> Any:
+        torch.manual_seed(5)
+        return pretrained(folder, adapters=ADAPTERS)
+
+    whole = trainer_of(folder, "one", model=model())
     whole.train()
 
     def run(rank: int) -> str:
         exporter = HuggingFaceExporter(tmp_path / "run")
-        trainer_of(folder, "shards", exporter, model=pretrained(folder, adapters=ADAPTERS)).train()
+        trainer_of(folder, "shards", exporter, model=model()).train()
         merging = HuggingFaceExporter(tmp_path / "merged", merge=True)
         with pytest.raises(ConfigurationError) as refused:
-            trainer_of(folder, "shards", merging, model=pretrained(folder, adapters=ADAPTERS))
+            trainer_of(folder, "shards", merging, model=model())
         return str(refused.value)
 
     for each in in_processes(run):
