@@ -76,7 +76,7 @@ class ModelState:
     and the torch optimizer themselves.
 
     States that are values are pytrees of torch, whose leaves are their tensors. Numbers that the members of an ensemble
-    share, such as "step", are no leaves: `tree_map(lambda *each: torch.stack(each), *states)` stacks states for
+    share, such as "step", are not leaves: `tree_map(lambda *each: torch.stack(each), *states)` stacks states for
     `torch.vmap`.
 
     >>> from pulsetrain.engine import SupervisedStrategy, TorchBackend, TrainerCore

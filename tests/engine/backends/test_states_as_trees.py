@@ -254,7 +254,7 @@ def test_two_rates_at_once_are_refused_rather_than_one_of_them_ignored() -> None
 
 
 @pytest.mark.parametrize("rate", [torch.ones(2), torch.tensor(1)], ids=["a vector", "an integer"])
-def test_a_rate_that_is_no_number_is_refused(rate: torch.Tensor) -> None:
+def test_a_rate_that_is_not_one_number_is_refused(rate: torch.Tensor) -> None:
     for make in (lambda: SGD(rate), lambda: core_of().init(model(), "adamw", learning_rate=rate)):
         with pytest.raises(
             ConfigurationError, match=r"learning_rate=tensor\(.*needs a number, or a floating-point tensor"
