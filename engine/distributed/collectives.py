@@ -273,6 +273,10 @@ class ControlGroup:
             self._meet("a broadcast", partial(torch.distributed.broadcast, value, 0, group=self._group))
             tensor.detach().copy_(value)
 
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.sum([0.0])
+
     def explained(self, error: RuntimeError, what: str, waited: float | None = None) -> RuntimeError:
         """The error with its cause: that of another rank, or which rank is late; the error itself if neither is known.
 

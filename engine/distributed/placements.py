@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.blocks import Held, held_blocks
-from pulsetrain.engine.checkpoint.pieces import StoredTensor
 from pulsetrain.engine.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["held_here", "shard_of"]
+__all__ = ["Stored", "held_here", "shard_of"]
+
+
+class Stored(Protocol):
+    """A tensor in files, such as a `StoredTensor`, of which only what is asked for is read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def block(self, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The items from an index on, on the CPU."""
 
 
 def held_here(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any]) -> Held:
@@ -32,7 +41,7 @@ def held_here(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Any])
 
 
 def shard_of(
-    whole: Tensor | StoredTensor,
+    whole: Tensor | Stored,
     mesh: DeviceMesh,
     placements: Sequence[Any],
     stride: tuple[int, ...],
@@ -41,7 +50,7 @@ def shard_of(
     """This process's shard of a whole tensor, in memory of its own; nothing is communicated.
 
     Args:
-        whole: a tensor, or one that is stored in pieces, of which only what the process holds is read.
+        whole: a tensor, or one in files, of which only what the process holds is read.
         mesh: over which it is split.
         placements: one for each dimension of the mesh, see `held_blocks`.
         stride: of the whole tensor, in items.
@@ -55,7 +64,7 @@ def shard_of(
     mine = held_here(whole.shape, mesh, placements)
 
     def block(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        if isinstance(whole, StoredTensor):
+        if not isinstance(whole, Tensor):
             return whole.block(offset, shape).to(device)
         part = whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
         return part.to(device, copy=True, memory_format=torch.contiguous_format)

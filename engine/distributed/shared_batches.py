@@ -45,5 +45,5 @@ def check_batches(batch: object, group: ProcessGroup, argument: str, place: str 
 
 
 def _digest(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(data)

@@ -29,7 +29,7 @@ def test_ranks_agree_in_a_group_beside_torchs(own_group: bool):
             control.sum([rank, 0.5]), control.gather(f"rank {rank}"), control.broadcast(rank), weights.tolist(),
             join() is control,
         )  # fmt: skip
-        control.sum([0.0])
+        control.barrier()
         leave()
         return *found, torch.distributed.is_initialized()
 
@@ -73,7 +73,7 @@ def test_a_rank_that_is_late_for_a_collective_is_named(monkeypatch: pytest.Monke
 
     def body(rank: int) -> None:
         control = join(timeout=1.0)
-        control.sum([0.0])
+        control.barrier()
         if rank == 1:
             time.sleep(3)
             os._exit(0)
@@ -88,7 +88,7 @@ def test_a_rank_that_is_late_for_a_collective_is_named(monkeypatch: pytest.Monke
 def test_the_error_of_a_rank_reaches_the_others(own_group: bool):
     def body(rank: int) -> None:
         control = join()
-        control.sum([0.0])
+        control.barrier()
         if rank == 1:
             try:
                 raise ValueError("the data of rank 1 is damaged")
@@ -153,7 +153,7 @@ def test_a_request_of_any_rank_ends_all_at_the_same_fixed_point_and_a_signal_at_
         calls = control.calls
         calm = Pulse(control, every=10, within=1e9)
         calm_calls = [calm.beat(each, fixed=each % 10 == 0) for each in range(1, 101) if calm.is_due(each)]
-        control.sum([0.0])
+        control.barrier()
         return found, calm_calls, control.calls - calls - 1
 
     first, second = in_processes(body)
@@ -172,7 +172,7 @@ def test_a_signal_is_agreed_on_between_two_log_points():
         assert pulse.beat(100, fixed=True, values=[rank, 2.0]) == (None, [1.0, 4.0])
         for iteration in range(101, 300):
             time.sleep(0.001)
-            control.sum([0.0])  # the gradients
+            control.barrier()  # the gradients
             if rank == 1 and iteration == 205:
                 pulse.ask("SIGTERM was received", observed=True, signal="SIGTERM")
             if pulse.is_due(iteration) and pulse.beat(iteration, fixed=iteration % 100 == 0)[0]:
@@ -201,7 +201,7 @@ def test_many_processes_connect_to_those_that_they_send_to_alone(monkeypatch: py
         total = control.sum([1.0])
         connected = sockets() - before
         found = total, control.gather(rank), control.broadcast(rank), len(control.collect(rank))
-        control.sum([0.0])
+        control.barrier()
         return found, connected
 
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
