@@ -43,9 +43,9 @@ class HuggingFaceExporter(Handler):
     """Writes FOLDER/pretrained/last at a cadence and at the run's end, and FOLDER/pretrained/best by a metric.
 
     Each is a folder of `save_pretrained`, with the tokenizer and a file export.json that names the iteration. A folder
-    is replaced as a whole: readers and crashes find the old or the new one. An export that fails costs a warning and that
-    export, not the run. "last" has the weights that were trained, "best" those that were validated: with EMA or SWA the
-    average.
+    is replaced as a whole: readers and crashes find the old or the new one. An export that fails costs a warning and
+    that export, not the run. "last" has the weights that were trained, "best" those that were validated: with EMA or
+    SWA the average.
 
     Of a model with adapters of peft, `merge` writes the model with the adapters added to its weights, for which the
     whole model is copied to the host. Otherwise the adapters alone are written, which are small.

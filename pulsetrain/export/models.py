@@ -78,7 +78,10 @@ def _varying(leaf: object) -> dict[int, Any] | None:
 
 
 def _untraceable(place: str, model: nn.Module, inputs: Tree, error: Exception) -> ConfigurationError:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    first: BaseException = error  # what the exporters wrap says what is wrong
+    while first.__cause__ is not None:
+        first = first.__cause__
+    reason = next((line.strip() for line in str(first).splitlines() if line.strip()), type(first).__name__)
     return ConfigurationError(
         f"{place}: cannot trace {type(model).__name__} with {describe(inputs)}: {reason}; export its weights with "
         "--format safetensors"

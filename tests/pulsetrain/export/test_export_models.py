@@ -193,6 +193,7 @@ def test_onnx_needs_its_packages_and_says_which_extra_has_them(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the packages say of torch
 def test_onnx_computes_what_the_model_computes(train: Any, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason=f"{package} is not there: pip install 'pulsetrain[onnx]'")
