@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from pulsetrain.engine.arrays import Array, at_least_float32, is_array, namespace
 from pulsetrain.engine.backends.model_store import ValueStore
 from pulsetrain.engine.backends.module_view import ArraysView
+from pulsetrain.engine.backends.state_check import StateCheck
 from pulsetrain.engine.backends.torch_computation import not_empty
 from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
@@ -32,8 +33,6 @@ from pulsetrain.engine.step.protocols import (
 )
 
 __all__ = ["FunctionalBackend", "no_rate"]
-
-_Shape = tuple[int, ...]
 
 
 class FunctionalBackend(Trees, ValueBackend):
@@ -65,9 +64,7 @@ class FunctionalBackend(Trees, ValueBackend):
         self.settings = BackendSettings()
         self._serves = False
         self._is_numpy = False  # whether the weights are numpy arrays
-        self._paths: set[str] = set()  # of the model's weights
-        # shapes of the optimizer's state, by paths and shapes of the weights
-        self._expected: dict[tuple[tuple[str, _Shape], ...], dict[str, _Shape]] = {}
+        self._states = StateCheck(self)
 
     # ------------------------------------------------------------------------------------ what a subclass writes
 
@@ -191,23 +188,15 @@ class FunctionalBackend(Trees, ValueBackend):
         self.optimizer = optimizer
         weights = self.split(model)
         leaves = self.paths(weights)
-        self._paths, self._is_numpy = set(leaves), _are_numpy(leaves)
+        self._is_numpy = _are_numpy(leaves)
         if not self.paths(weights["parameters"]):
             raise ConfigurationError(f"{type(self).__name__}: model={type(model).__name__}: has no parameter to learn")
-        self._check_owned(leaves)
+        self._states.begin(leaves)
         state = optimizer.init(weights["parameters"])
         rate = self.learning_rate(state) if learning_rate is None else learning_rate
         if isinstance(rate, Tensor):  # perhaps with a gradient: the optimizer's state alone has it
             rate = None
         return ModelState(weights, state, {"step": 0, "learning_rate": rate, "schedule": None})
-
-    def _check_owned(self, leaves: Mapping[str, Array]) -> None:
-        for path, leaf in leaves.items():
-            if not self.owns(leaf):
-                raise TypeError(
-                    f"{type(self).__name__}.split(): weights[{path!r}] is {_kind(leaf)}; return torch tensors on the "
-                    "backend's device or numpy arrays, or write owns(leaf), from_torch(tensor) and tensor_of(array)"
-                )
 
     def copied(self, state: ModelState) -> ModelState:
         """The same state in memory of its own."""
@@ -380,42 +369,7 @@ class FunctionalBackend(Trees, ValueBackend):
             TypeError: an array is of another backend.
             ConfigurationError: the optimizer's state is not of these weights.
         """
-        place = type(self).__name__
-        if not isinstance(state, ModelState) or not isinstance(state.weights, Mapping):
-            raise TypeError(f"{place}: {type(state).__name__} is not a ModelState of values; make one by init()")
-        lacking = [name for name in ("parameters", "buffers") if name not in state.weights]
-        if lacking:
-            raise TypeError(f"{place}: the state's weights lack {' and '.join(lacking)}; see init()")
-        if not hasattr(self, "optimizer"):
-            raise ConfigurationError(f"{place}: has neither model nor optimizer yet; call init() first")
-        weights, optimizer = self.paths(state.weights), self.paths(state.optimizer)
-        for path, leaf in weights.items():
-            if not self.owns(leaf):
-                raise TypeError(
-                    f"{place}: weights[{path!r}] is {_kind(leaf)}, of another backend or device; make "
-                    "the state by this backend's init()"
-                )
-        if weights.keys() != self._paths:
-            path = min(weights.keys() ^ self._paths)
-            where = "not in the state" if path in self._paths else "not in the model"
-            raise ConfigurationError(f"{place}: weights[{path!r}] is {where}; make the state by init() of this model")
-        for path, leaf in optimizer.items():
-            if is_array(leaf) and leaf.ndim and not self.owns(leaf):
-                raise TypeError(
-                    f"{place}: the optimizer's {path!r} is {_kind(leaf)}, of another backend or device; "
-                    "make it by optimizer.init(parameters)"
-                )
-        key = tuple(_shapes(weights).items())
-        if key not in self._expected:
-            self._expected[key] = _shapes(self.paths(self.optimizer.init(state.weights["parameters"])))
-        expected, found = self._expected[key], _shapes(optimizer)
-        if found != expected:
-            path = next(path for path in (*expected, *found) if expected.get(path) != found.get(path))
-            here, there = (f"of shape {each[path]}" if path in each else "missing" for each in (found, expected))
-            raise ConfigurationError(
-                f"{place}: the optimizer's state does not fit the weights: {path} is {here}, and for "
-                f"these weights it is {there}; make a new one by optimizer.init(parameters)"
-            )
+        self._states.check(state)
 
     def module_view(self, model: object, weights: Tree) -> ModuleView:
         """A torch module that shows the weights."""
@@ -448,12 +402,3 @@ def no_rate(place: str, remedy: str) -> ConfigurationError:
 
 def _are_numpy(leaves: Mapping[str, Array]) -> bool:
     return bool(leaves) and all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves.values())
-
-
-def _shapes(leaves: Mapping[str, Array]) -> dict[str, _Shape]:
-    return {path: tuple(getattr(leaf, "shape", ())) for path, leaf in leaves.items()}
-
-
-def _kind(leaf: object) -> str:
-    module = type(leaf).__module__.split(".")[0]
-    return f"{module}.{type(leaf).__name__}" + (f" on {leaf.device}" if isinstance(leaf, Tensor) else "")

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import Events, SupervisedStrategy, TorchBackend, TrainerCore, TrainingBatch
+from pulsetrain.engine import (
+    ConfigurationError,
+    Events,
+    SupervisedStrategy,
+    Topology,
+    TorchBackend,
+    TrainerCore,
+    TrainingBatch,
+)
+from tests.support.ranks import in_processes
 
 
 class Slope:
@@ -98,3 +107,16 @@ def test_a_pure_evaluation_is_differentiable() -> None:
 
     slope = torch.func.grad(loss)(torch.full((1, 1), 3.0))
     torch.testing.assert_close(slope, torch.full((1, 1), 6.0))
+
+
+def test_a_pipeline_whose_outputs_have_no_gradient_refuses_it() -> None:
+    def refused(rank: int) -> str:
+        backend = TorchBackend("cpu", topology=Topology(pipeline=2))
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        with pytest.raises(ConfigurationError) as error:
+            Trainer(model, POINTS, strategy=Slope(), backend=backend, config=TrainingConfig(max_epochs=1))
+        return str(error.value)
+
+    for each in in_processes(refused):
+        assert not each.error, each.error
+        assert "TorchBackend(strategy=Slope): is not known to work with a sharded model" in each.value
