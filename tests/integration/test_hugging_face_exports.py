@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import structlog
 import torch
 
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.cli import main
 from pulsetrain.engine import ConfigurationError, Every, pretrained
 from pulsetrain.handlers import HuggingFaceExporter
 from tests.support.pretrained import VOCABULARY, saved, trainer_of
@@ -135,3 +137,30 @@ def test_adapters_in_shards_are_written_and_not_merged(tmp_path: Path) -> None:
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     again = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "pretrained" / "last")
     torch.testing.assert_close(logits(again), logits(whole.model), rtol=0, atol=1e-4)
+
+
+CONFIG = """
+run: {folder}
+model: {{class_path: pulsetrain.engine.pretrained, init_args: {{folder: {base}}}}}
+data: {{class_path: rows.data}}
+strategy: pretrain
+training: {{max_iterations: 3, device: cpu, seed: 0}}
+handlers: [{{class_path: HuggingFaceExporter, init_args: {{tokenizer: {base}, every: {{iterations: 2}}}}}}]
+"""
+
+
+def test_a_configuration_names_the_tokenizer_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = saved("llama", tmp_path / "base")
+    tokenizer().save_pretrained(base)
+    code = "import torch\n\ndef data():\n    return [{'input_ids': torch.arange(8)[None] + 2}] * 3\n"
+    (tmp_path / "rows.py").write_text(code)
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path / "run", base=base))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train", str(tmp_path / "config.yaml")]) == 0
+    found = tmp_path / "run" / "pretrained" / "last"
+    assert json.loads((found / "export.json").read_text()) == {"iteration": 3, "update": 3}
+    assert transformers.AutoTokenizer.from_pretrained(found)("<4>")["input_ids"] == [4]
+    assert not torch.equal(
+        logits(transformers.AutoModelForCausalLM.from_pretrained(found)),
+        logits(transformers.AutoModelForCausalLM.from_pretrained(base)),
+    )

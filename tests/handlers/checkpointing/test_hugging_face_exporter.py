@@ -16,6 +16,7 @@ from torch import nn
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy
 from pulsetrain.engine.checkpoint.disk import Disk
+from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import EMA, Checkpointer, HuggingFaceExporter
 from tests.support.runs import cut_after
 
@@ -131,16 +132,25 @@ def test_an_export_that_fails_leaves_the_old_one_and_the_run(tmp_path: Path) -> 
 
 
 def test_a_process_that_ends_while_it_replaces_a_folder_loses_nothing(tmp_path: Path) -> None:
-    exporter = HuggingFaceExporter(tmp_path, every=None)
-    trainer(exporter, epochs=1).train()
+    def make(made: Model, epochs: int) -> Trainer:
+        return trainer(Checkpointer(tmp_path), HuggingFaceExporter(tmp_path, every=None), epochs=epochs, made=made)
+
+    make(model(), 1).train()
     held = tmp_path / "pretrained"
     (held / "last").rename(held / ".partial-last.replaced")  # between the two renames
     (held / ".partial-last").mkdir()
     made = model()
     made.on_save = lambda folder: 1 / 0  # type: ignore[assignment]  # nothing is written in this run
-    trainer(HuggingFaceExporter(tmp_path, every=None), epochs=1, made=made).train()
+    make(made, 2).train(resume="latest")
     assert facts(tmp_path, "last")["iteration"] == 4
     assert [each.name for each in held.iterdir()] == ["last"]
+
+
+def test_a_new_run_does_not_begin_where_one_has_exported(tmp_path: Path) -> None:
+    trainer(HuggingFaceExporter(tmp_path), epochs=1).train()
+    with pytest.raises(RunFolderError, match="holds a run already"):
+        trainer(HuggingFaceExporter(tmp_path), epochs=1).train()
+    assert facts(tmp_path, "last")["iteration"] == 4
 
 
 def test_a_replaced_folder_is_the_new_one_alone(tmp_path: Path) -> None:
