@@ -1,8 +1,15 @@
 """Losses over torch tensors and jax and numpy arrays. Classes are the last dimension; no loss waits for a device."""
 
-from pulsetrain.engine.losses.advantages import gae, grpo_advantages
+from pulsetrain.engine.losses.advantages import gae, gdpo_advantages, grpo_advantages, rloo_advantages
 from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
-from pulsetrain.engine.losses.policy import clip_fraction, grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
+from pulsetrain.engine.losses.policy import (
+    clip_fraction,
+    grpo_loss,
+    kl_estimate,
+    mean_over_replies,
+    ppo_policy_loss,
+    ppo_value_loss,
+)
 from pulsetrain.engine.losses.preference import dpo_loss, implicit_rewards
 from pulsetrain.engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss, ignored_label
 from pulsetrain.engine.losses.regression import huber, l1, mse
@@ -19,6 +26,7 @@ __all__ = [
     "entropy",
     "focal_loss",
     "gae",
+    "gdpo_advantages",
     "get_loss",
     "grpo_advantages",
     "grpo_loss",
@@ -28,8 +36,10 @@ __all__ = [
     "kl_estimate",
     "l1",
     "masked_sum_log_probs",
+    "mean_over_replies",
     "mse",
     "ppo_policy_loss",
     "ppo_value_loss",
+    "rloo_advantages",
     "token_log_probs",
 ]
