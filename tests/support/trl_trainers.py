@@ -1,5 +1,7 @@
 """TRL's losses without TRL's models: its trainers' own methods, on the few attributes that they read."""
 
+import asyncio
+import threading
 from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -163,15 +165,16 @@ def _generated(mask):
     }
 
 
-def grpo_advantages(rewards, group_size, scale, weights=None):
+def grpo_advantages(rewards, group_size, scale, weights=None, *, decoupled=False):
     """The advantages that GRPOTrainer computes from rewards.
 
     Args:
-        weights: of several rewards, each normalised before their sum; rewards then have a column for each.
+        weights: of several rewards, which then have a column for each.
+        decoupled: each is normalised before their sum.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    aggregation = "sum_then_normalize" if weights is None else "normalize_then_sum"
+    aggregation = "normalize_then_sum" if decoupled else "sum_then_normalize"
     trainer = _scoring(rewards if weights is not None else rewards[:, None], group_size, weights)
     replies = len(rewards)
     vars(trainer).update(
@@ -228,3 +231,30 @@ def _scoring(rewards, group_size, weights=None):
         _pending_extra_logs={},
         _pending_metrics={},
     )
+
+
+def rewards(functions, prompts, completions, completion_ids, columns):
+    """What GRPOTrainer makes of reward functions, a column for each; nan where one does not apply."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
+        args=SimpleNamespace(report_to=[]),
+        state=SimpleNamespace(global_step=0),
+        environments=None,
+        reward_funcs=functions,
+        reward_processing_classes=[None] * len(functions),
+        reward_func_names=[each.__name__ for each in functions],
+        async_loop=asyncio.new_event_loop(),
+        _log_completion_extra=None,
+        _log_metric=None,
+    )
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    thread = threading.Thread(target=trainer.async_loop.run_forever)
+    thread.start()
+    try:
+        return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, completion_ids)
+    finally:
+        trainer.async_loop.call_soon_threadsafe(trainer.async_loop.stop)
+        thread.join()
+        trainer.async_loop.close()

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.losses import grpo_advantages
 from pulsetrain.engine.rollouts.rewards import Rewards
+from tests.support import trl_trainers
 
 PROMPTS, COMPLETIONS, IDS = ["a", "b", "c"], ["x", "yy", "zzz"], [[1], [2, 2], [3, 3, 3]]
 COLUMNS = {"answer": ["x", "no", None], "level": [1, 2, 3]}
@@ -280,3 +282,33 @@ def test_weights_may_be_named_or_negative_but_not_all_0():
     assert rewards.weights.tolist() == [0.0, -1.0]
     message = "TextRollouts(reward_weights=[0, 0.0]): all are 0: no text would be better"
     rejects(ConfigurationError, message, [by_keyword, lambda_like], [0, 0.0])
+
+
+# ------------------------------------------------------------------------------------------------------------------ TRL
+
+
+@pytest.mark.slow
+def test_functions_written_for_trl_give_the_same_rewards():
+    pytest.importorskip("trl", reason="trl is not there: pip install trl")
+
+    def right(completions, answer, **more):
+        return [None if a is None else float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    def brief(prompts, completions, completion_ids, **more):
+        texts = zip(prompts, completions, completion_ids, strict=True)
+        return [-len(tokens) / (1 + len(prompt) + len(text)) for prompt, text, tokens in texts]
+
+    async def level(completions, level, **more):
+        await asyncio.sleep(0)
+        return [each / 3 for each in level]
+
+    functions, weights = [right, brief, level], [1.0, 0.3, -0.5]
+    prompts, completions = [*PROMPTS, "d"], [*COMPLETIONS, "no"]
+    ids = [*IDS, [4]]
+    columns = {"answer": ["x", "no", None, "no"], "level": [1, 2, 3, 4]}
+    expected = trl_trainers.rewards(functions, prompts, completions, ids, columns)
+    rewards = Rewards(functions, weights, columns)
+    parts = rewards(prompts, completions, ids, columns)
+    torch.testing.assert_close(parts, expected, rtol=0, atol=0, equal_nan=True)
+    advantages = trl_trainers.grpo_advantages(expected, 2, "group", torch.tensor(weights))
+    torch.testing.assert_close(grpo_advantages(rewards.totals(parts), 2), advantages, rtol=1e-6, atol=1e-6)

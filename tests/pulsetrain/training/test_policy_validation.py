@@ -11,7 +11,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from pulsetrain import Trainer
+from pulsetrain import Trainer, verify
 from pulsetrain.engine import Events, Every, GRPOStrategy, PPOStrategy, SFTStrategy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
@@ -167,7 +167,12 @@ def test_a_critic_is_judged_as_well() -> None:
 # ------------------------------------------------------------------------------------------------ resumed and recorded
 
 
-def started(folder: Path, on: str) -> Trainer:
+# two batches a rollout, so that checkpoints hold rows with which texts were truncated
+OPTIONS: dict[str, Any] = {"minibatch_epochs": 2, "ratio": "sequence", "advantages": "rloo", "entropy_coef": 0.01}
+OPTIONS |= {"mask_truncated": True, "normalization": "token_mean"}
+
+
+def started(folder: Path, on: str, *more: Any) -> Trainer:
     def texts(prompts: Any, count: int) -> TextRollouts:
         return TextRollouts(
             prompts, reward, max_new_tokens=NEW_TOKENS, prompts_per_rollout=count, end_token=END, pad_to=LENGTH,
@@ -178,7 +183,8 @@ def started(folder: Path, on: str) -> Trainer:
         {"max_iterations": 6, "learning_rate": 0.05, "seed": 3, "validate_every": Every(iterations=2)},
         model=jax_language_model() if on == JAX else language_model(),
         backend=MAKE_BACKEND[on](), train_loader=texts(PROMPTS[:4], 2), val_loader=texts(PROMPTS[4:], 2),
-        strategy=GRPOStrategy(3), handlers=[Checkpointer(folder, every=Every(iterations=1), keep_last=9)],
+        strategy=GRPOStrategy(3, **OPTIONS),
+        handlers=[Checkpointer(folder, every=Every(iterations=1), keep_last=9), *more],
     )  # fmt: skip
 
 
@@ -200,6 +206,18 @@ def test_a_resumed_run_reports_the_same_and_nothing_is_unsaved(task: Any, on: st
         assert differences(again, whole) == set()
         assert len(further) > 2
         assert further == texts[-len(further) :]
+
+
+@pytest.mark.slow
+@on_each([GROUPS])
+def test_a_recorded_run_is_reproduced_with_its_validations_and_completions(task: Any, on: str, tmp_path: Path) -> None:
+    started(tmp_path, on, EventRecorder(tmp_path)).train()
+    kinds = {event.event for event in EventLog(tmp_path).read()}
+    assert {"media_logged", "validation_completed", "rollout_completed"} <= kinds
+    found = verify(tmp_path, lambda: started(tmp_path, on, EventRecorder(tmp_path)), from_iteration=3)
+    assert found, str(found)
+    assert (found.start, found.end) == (2, 6)
+    assert not found.changed
 
 
 # ----------------------------------------------------------------------------------------------- completions in the log
