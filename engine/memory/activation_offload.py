@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pulsetrain.engine.step.memory_settings import ActivationOffload, OffloadPolicy
 
-__all__ = ["HostMemory", "offload_activations"]
+__all__ = ["HostMemory", "offload_activations", "setting_of_estimate"]
 
 
 class HostMemory:
@@ -29,6 +31,22 @@ class HostMemory:
 
     def unpack(self, handle: Tensor) -> Tensor:
         return handle
+
+
+class _NotCounted:
+    """Where activations without values go: in an estimate, they need no memory there."""
+
+    def pack(self, tensor: Tensor) -> _Moved:
+        return _Moved(None, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def unpack(self, handle: _Moved) -> Tensor:
+        return torch.empty_strided(handle.shape, handle.stride, dtype=handle.dtype, device=handle.device)
+
+
+def setting_of_estimate(setting: ActivationOffload, device: torch.device) -> ActivationOffload:
+    """The setting with a policy that needs no values; what it moves counts only if it stays on the device."""
+    is_host = setting.policy is None or type(setting.policy) is HostMemory
+    return setting if is_host and device.type == "cpu" else replace(setting, policy=_NotCounted())
 
 
 class _Kept(NamedTuple):
@@ -58,7 +76,7 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
     """
     policy = HostMemory() if setting.policy is None else cast(OffloadPolicy, setting.policy)
     smallest = setting.min_bytes
-    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers()) if _is_plain(each)}
+    weights = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers()) if _is_plain(each)}
 
     def pack(tensor: Tensor) -> _Kept | _Moved:
         version, is_plain = tensor._version, _is_plain(tensor)
@@ -67,7 +85,7 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
             return _Kept(tensor, version)
         storage = tensor.untyped_storage()
         expanded = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if storage.data_ptr() in weights or storage.nbytes() < tensor.nbytes or expanded:
+        if storage._cdata in weights or storage.nbytes() < tensor.nbytes or expanded:
             return _Kept(tensor, version)
         return _Moved(policy.pack(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
@@ -85,7 +103,7 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout is torch.strided
 
 
 def _restored(policy: OffloadPolicy, moved: _Moved) -> Tensor:

@@ -6,16 +6,18 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import structlog
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import Events, Every, Topology, TorchBackend
+from pulsetrain.engine import ConfigurationError, Events, Every, Topology, TorchBackend
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.distributed.plans import styles_of
 from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.engine.strategies import PretrainStrategy
@@ -173,7 +175,8 @@ def compared(saved: Any, now: Any) -> int:
     return 1
 
 
-def test_norms_of_parts_and_of_whole_parameters_are_those_of_one_process():
+@pytest.mark.parametrize("layout", [*FAST, *SLOW, pytest.param("shards", marks=pytest.mark.slow)])
+def test_norms_of_parts_and_of_whole_parameters_are_those_of_one_process(layout: str):
     def run(rank: int, layout: str) -> list[dict[str, float]]:
         found: list[dict[str, float]] = []
         made = attending(layout, rank, GradientMonitor(Every(updates=2), updates=True), clip_grad_norm=None)
@@ -183,10 +186,10 @@ def test_norms_of_parts_and_of_whole_parameters_are_those_of_one_process():
 
     expected = run(0, "one")
     assert any("update_ratio/qkv.weight" in each for each in expected), expected
-    for each in in_processes(lambda rank: run(rank, "tensor")):
+    for each in in_processes(lambda rank: run(rank, layout), TOPOLOGIES[layout].processes):
         assert each.error == "", each.error
         for found, alone in zip(each.value, expected, strict=True):
-            assert found == pytest.approx(alone, abs=1e-6)
+            assert found == pytest.approx(alone, rel=1e-11, abs=1e-12)
 
 
 def transformer(kind: str) -> nn.Module:
@@ -267,6 +270,80 @@ def test_a_parameter_that_each_process_uses_on_its_part_has_to_be_in_the_plan():
     for each in in_processes(lambda rank: run(rank, "tensor", {"gate": "replicated"})):
         assert each.error == "", each.error
         assert apart(each.value, expected) < 1e-12
+
+
+class Normed(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.batch_norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+        return found
+
+
+def test_a_batch_norm_sees_the_whole_batch_where_layers_are_split_and_nothing_is_warned_of():
+    def run(rank: int, layout: str) -> Any:
+        with structlog.testing.capture_logs() as logs:
+            made = attending(layout, rank, model=Normed())
+        return trained(made), [line["event"] for line in logs if "BatchNorm" in line["event"]]
+
+    expected, _ = run(0, "one")
+    for each in in_processes(lambda rank: run(rank, "tensor")):
+        assert each.error == "", each.error
+        assert each.value[1] == []
+        assert apart(each.value[0], expected) < 1e-12
+
+
+class Reaching(Attending):
+    """Computes with the weight of a split layer itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        x = x + self.down(self.up(x).relu())
+        return nn.functional.linear(x, self.head.weight, self.head.bias).tanh()
+
+
+def test_a_split_layer_whose_weight_the_model_uses_itself_is_named():
+    class Nested(nn.Module):
+        tensor_plan: ClassVar[dict[str, Any]] = {
+            "inner.up": "colwise", "inner.down": "rowwise", "inner.head": "colwise",
+        }  # fmt: skip
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Reaching()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x)
+            return found
+
+    def run(rank: int) -> list[str]:
+        with pytest.raises(RuntimeError) as error:
+            attending("tensor", rank, model=Nested()).train()
+        return list(error.value.__notes__)
+
+    for each in in_processes(run):
+        assert each.error == "", each.error
+        (note,) = [note for note in each.value if "several processes" in note]
+        assert note.startswith("inner.head: several processes have a part of its weight each")
+        assert "call the layer, as self.head(x) in place of F.linear(x, self.head.weight)" in note
+
+
+def test_adapters_of_peft_are_refused_by_name():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    first = "base_model.model.model.layers.0.self_attn.q_proj"
+    plans: list[dict[str, Any] | None] = [None, {"base_model.model.model.layers.*.self_attn.q_proj": "colwise"}]
+    for plan in plans:
+        with pytest.raises(ConfigurationError, match=f"'{first}' of PeftModel.* is a layer of peft .*shard=2 in place"):
+            styles_of(adapted, plan, 2)
+    others = {"base_model.model.model.layers.*.mlp.up_proj": "colwise"}
+    assert len(styles_of(adapted, others, 2)) == 2, "layers without adapters"
 
 
 def test_a_norm_that_a_plan_forgets_along_the_sequence_is_named():
