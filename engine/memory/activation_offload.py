@@ -26,7 +26,7 @@ class HostMemory:
 
     def pack(self, tensor: Tensor) -> Tensor:
         is_remote = tensor.device.type != "cpu"
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=is_remote)
+        copy = tensor.new_empty_strided(tensor.shape, tensor.stride(), device="cpu", pin_memory=is_remote)
         return copy.copy_(tensor, non_blocking=is_remote)
 
     def unpack(self, handle: Tensor) -> Tensor:
@@ -37,10 +37,13 @@ class _NotCounted:
     """Where activations without values go: in an estimate, they need no memory there."""
 
     def pack(self, tensor: Tensor) -> _Moved:
-        return _Moved(None, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return _Moved(
+            tensor.new_empty((), device="meta"), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        )
 
     def unpack(self, handle: _Moved) -> Tensor:
-        return torch.empty_strided(handle.shape, handle.stride, dtype=handle.dtype, device=handle.device)
+        like = cast(Tensor, handle.handle)  # of a tensor without values, so that the new one has none
+        return like.new_empty_strided(handle.shape, handle.stride, device=handle.device)
 
 
 def setting_of_estimate(setting: ActivationOffload, device: torch.device) -> ActivationOffload:

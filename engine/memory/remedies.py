@@ -128,7 +128,7 @@ def _other_settings(setup: Setup, use: MemoryUse, available: int, processes: int
     with _recomputed(setup.model, pattern):
         least = _smaller_batch(all_of_them, now, available, processes)
         together = _peak_with(all_of_them, processes) if least is None else least.peak
-    if together is None:
+    if together is None or together >= now:
         return
     parts = [least if each is smaller and least is not None else each for each in found]
     yield Remedy(
