@@ -284,6 +284,7 @@ class Normed(Attending):
 
 def test_a_batch_norm_sees_the_whole_batch_where_layers_are_split_and_nothing_is_warned_of():
     def run(rank: int, layout: str) -> Any:
+        torch.manual_seed(0)
         with structlog.testing.capture_logs() as logs:
             made = attending(layout, rank, model=Normed())
         return trained(made), [line["event"] for line in logs if "BatchNorm" in line["event"]]
