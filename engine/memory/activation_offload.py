@@ -37,9 +37,7 @@ class _NotCounted:
     """Where activations without values go: in an estimate, they need no memory there."""
 
     def pack(self, tensor: Tensor) -> _Moved:
-        return _Moved(
-            tensor.new_empty((), device="meta"), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        )
+        return _Moved(tensor.new_empty((), device="meta"), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def unpack(self, handle: _Moved) -> Tensor:
         like = cast(Tensor, handle.handle)  # of a tensor without values, so that the new one has none

@@ -119,4 +119,7 @@ def test_the_topology_is_there_where_it_is_not_the_usual_one():
     assert run_facts(make_engine())["parallel"] == {}
     backend = TorchBackend("cpu", topology=Topology(virtual=2, reduction="tree"))
     model = torch.nn.Linear(4, 1)
-    assert run_facts(trainer({"seed": 5}, backend=backend, model=model))["parallel"] == {"virtual": 2, "reduction": "tree"}
+    assert run_facts(trainer({"seed": 5}, backend=backend, model=model))["parallel"] == {
+        "virtual": 2,
+        "reduction": "tree",
+    }
