@@ -88,5 +88,6 @@ def test_the_remedy_for_a_sharded_run_makes_a_fork_in_one_process(folder: Path, 
     assert "fork it in as many, --launch.nproc 2, or in another number of them" in said
     remedy = said.split("in one by ")[1].split()
     assert remedy == ["--set", "parallel=null", "--launch.nproc", "1"]
-    assert main([*FORK, *remedy, "--train"]) == 0
+    status, said = in_one_process(lambda rank: main_and_said([*FORK, *remedy, "--train"]), forked=True).value
+    assert status == 0, said
     assert read_run_file(Path("runs/b"))["parallel"] == {}

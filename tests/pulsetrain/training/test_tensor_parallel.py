@@ -189,7 +189,10 @@ def test_norms_of_parts_and_of_whole_parameters_are_those_of_one_process(layout:
     for each in in_processes(lambda rank: run(rank, layout), TOPOLOGIES[layout].processes):
         assert each.error == "", each.error
         for found, alone in zip(each.value, expected, strict=True):
-            assert found == pytest.approx(alone, rel=1e-11, abs=1e-12)
+            # the loss that is reported is a mean in float32 over the processes
+            assert found.pop("train/loss", 0) == pytest.approx(alone.get("train/loss", 0), abs=1e-6)
+            norms = {name: each for name, each in alone.items() if name != "train/loss"}
+            assert found == pytest.approx(norms, rel=1e-11, abs=1e-12)
 
 
 def transformer(kind: str) -> nn.Module:
