@@ -15,15 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, Events, Every, Topology, TorchBackend
+from pulsetrain.engine import Events, Every, Topology, TorchBackend
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
-from pulsetrain.engine.distributed.plans import styles_of
 from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.engine.strategies import PretrainStrategy
-from pulsetrain.handlers import EMA, EventRecorder, Fingerprints, GradientMonitor
+from pulsetrain.handlers import EMA, SWA, EventRecorder, Fingerprints, GradientMonitor
 from tests.support.ranks import in_processes
-from tests.support.runs_of_shards import apart, trained
+from tests.support.runs_of_shards import apart, trained, whole_of
 from tests.support.tensor_parallel import TOPOLOGIES, Attending, Stack, attending, sequences
 
 FAST = ("tensor", "sequence")
@@ -173,6 +172,32 @@ def compared(saved: Any, now: Any) -> int:
         mine, now = mine.to_local(), now.to_local()
     assert torch.equal(mine, now)
     return 1
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor", *(pytest.param(each, marks=pytest.mark.slow) for each in ("copies", "sequence", "pipeline"))]
+)
+def test_an_average_of_late_weights_is_that_of_one_process(layout: str):
+    def run(rank: int, layout: str, model: type[nn.Module]) -> Any:
+        torch.manual_seed(0)
+        average = SWA(after_update=4, every=Every(updates=2))
+        made = attending(layout, rank, average, model=model())
+        found = trained(made)
+        with average.applied():
+            here = {name: each for name, each in made.model.state_dict().items() if not each.is_meta}
+            weights = {name: whole_of(each).tolist() for name, each in here.items()}
+        return found, {**found, "weights": weights}, average.number_averaged
+
+    model = Stack if layout == "pipeline" else Attending
+    raw, averaged, count = run(0, "one", model)
+    assert count == 3
+    assert apart(raw, averaged) > 1e-3
+    for each in in_processes(lambda rank: run(rank, layout, model)):
+        assert each.error == "", each.error
+        its_raw, its_averaged, its_count = each.value
+        assert its_count == count
+        assert apart(its_raw, raw) < 1e-12
+        assert apart(its_averaged, averaged) < 1e-12
 
 
 @pytest.mark.parametrize("layout", [*FAST, *SLOW, pytest.param("shards", marks=pytest.mark.slow)])
@@ -332,23 +357,6 @@ def test_a_split_layer_whose_weight_the_model_uses_itself_is_named():
         (note,) = [note for note in each.value if "several processes" in note]
         assert note.startswith("inner.head: several processes have a part of its weight each")
         assert "call the layer, as self.head(x) in place of F.linear(x, self.head.weight)" in note
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
-def test_adapters_of_peft_are_refused_by_name():
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
-    )
-    adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
-    first = "base_model.model.model.layers.0.self_attn.q_proj"
-    plans: list[dict[str, Any] | None] = [None, {"base_model.model.model.layers.*.self_attn.q_proj": "colwise"}]
-    for plan in plans:
-        with pytest.raises(ConfigurationError, match=f"'{first}' of PeftModel.* is a layer of peft .*shard=2 in place"):
-            styles_of(adapted, plan, 2)
-    others = {"base_model.model.model.layers.*.mlp.up_proj": "colwise"}
-    assert len(styles_of(adapted, others, 2)) == 2, "layers without adapters"
 
 
 def test_a_norm_that_a_plan_forgets_along_the_sequence_is_named():
