@@ -92,8 +92,13 @@ def writes_for_all(handler: object, model: nn.Module) -> bool:
     return isinstance(handler, _OUTPUT) and not (isinstance(handler, _OF_ALL) and is_sharded(model))
 
 
-def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
+def check_ranks(model: nn.Module, handlers: Iterable[object], shares: int) -> None:
     """Refuse handlers that act by what one process sees, where several train; warn of BatchNorm.
+
+    Args:
+        model: of this process.
+        handlers: of its trainer.
+        shares: into how many parts the processes divide each batch.
 
     Raises:
         ConfigurationError: a handler does.
@@ -126,7 +131,7 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
         )
     own = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     own = [name for name in own if not isinstance(model.get_submodule(name), nn.SyncBatchNorm)]
-    if own and ranks().is_main:
+    if own and shares > 1 and ranks().is_main:
         get_logger("pulsetrain").warning(
             "BatchNorm normalises by each process's share of a batch, not by the global batch; for that, use "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, or another normalisation",
@@ -176,7 +181,7 @@ def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of
     for name, loader in loaders.items():
         if not isinstance(name, str) or not name or name == "train":
             raise ConfigurationError("needs a name for the set, other than 'train'", "Trainer", val_loader={name: ...})
-        if getattr(loader, "fires_rollouts", False):
+        if getattr(loader, "fires_rollouts", False) and not getattr(loader, "judges_policy", False):
             raise ConfigurationError(
                 f"{name!r} is {type(loader).__name__}, whose batches the policy makes for learning; judge it by "
                 "'rollout/return' or 'rollout/reward', or by evaluate() of EnvironmentRollouts",
