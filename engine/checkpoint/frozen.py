@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -21,7 +21,8 @@ class LeftOut(TypedDict):
     """What a checkpoint says of the weights that it does not hold."""
 
     names: list[str]
-    digest: str | None  # None where no process holds them as plain tensors: of shards, or quantised
+    digest: str | None  # of what the main process holds of them; None if all are quantised
+    held: str  # "whole", or which shards the main process holds: digests of others are not compared
 
 
 def leave_out_frozen(model: _Model) -> _Model:
@@ -73,7 +74,7 @@ class FrozenWeights:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._read: list[tuple[str, int, int]] = []  # of each tensor: its name, where it is, and how often written to
-        self._digest: str | None = None
+        self._found: LeftOut = {"names": [], "digest": None, "held": "whole"}
 
     def left_out(self) -> LeftOut | None:
         """Names and digest; None if nothing is left out."""
@@ -81,9 +82,9 @@ class FrozenWeights:
         if not found:
             return None
         read = [(name, each.data_ptr(), each._version) for name, each in _plain(found)]  # noqa: SLF001  # of autograd
-        if read != self._read:
-            self._read, self._digest = read, _digest(found)
-        return {"names": list(found), "digest": self._digest}
+        if read != self._read or [*found] != self._found["names"]:
+            self._read, self._found = read, _described(found)
+        return self._found
 
 
 def left_out_of(checkpoint: Mapping[str, Any]) -> LeftOut | None:
@@ -110,11 +111,13 @@ def check_left_out(place: str, left_out: LeftOut, model: nn.Module) -> None:
             f"{place}the checkpoint leaves {lacking[0]} to the model, which has no such parameter; make the model as "
             "it was, with its adapters"
         )
-    expected, found = left_out["digest"], _digest({name: mine[name] for name in left_out["names"]})
-    if expected is not None and found is not None and expected != found:
+    found = _described({name: mine[name] for name in left_out["names"]})
+    digests = left_out["digest"], found["digest"]
+    if left_out["held"] == found["held"] and None not in digests and digests[0] != digests[1]:
         raise CheckpointError(
             f"{place}the frozen weights of the model are not those that the checkpoint's adapters were trained with "
-            f"(digest {expected} in the checkpoint, {found} here); make the model from the same files or the same seed"
+            f"(digest {digests[0]} in the checkpoint, {digests[1]} here); make the model from the same files or the "
+            "same seed"
         )
 
 
@@ -131,20 +134,24 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _plain(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Those whose values can be read: not shards, nor tensors of packages that quantise, nor without values."""
-    return [(name, each) for name, each in tensors.items() if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str | None:
+def _described(tensors: Mapping[str, Tensor]) -> LeftOut:
     plain = _plain(tensors)
-    if not plain:
-        return None
     found = hashlib.blake2b(digest_size=16)
-    for name, each in sorted(plain):
+    for name, each in sorted(plain, key=lambda pair: pair[0]):
         found.update(f"{name} {each.dtype} {tuple(each.shape)}\n".encode())
         found.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    shards: list[Any] = [each for each in tensors.values() if hasattr(each, "to_local")]
+    held = "whole"
+    if shards:
+        mesh = shards[0].device_mesh
+        held = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
+    return {"names": list(tensors), "digest": found.hexdigest() if plain else None, "held": held}
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Those whose values can be read here: a part of a shard; not those that a package has quantised."""
+    here = {name: each.to_local() if hasattr(each, "to_local") else each for name, each in tensors.items()}
+    return [(name, each) for name, each in here.items() if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
 
 
 def _leave_out(model: nn.Module, state: MutableMapping[str, Any], prefix: str, _metadata: object) -> None:
