@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_type, check_whole_number
+from pulsetrain.engine.argument_checks import check_bool, check_positive, check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused, shortened
+from pulsetrain.engine.rollouts.ahead import Ahead, WeightsCopy
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
-from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
+from pulsetrain.engine.rollouts.completions import Completion, check_completions, importance_weights
+from pulsetrain.engine.rollouts.drawing import EndOfText, Sampling, end_tokens_of
+from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of, takes
+from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.strategies.language import values_of
 
 __all__ = ["Reward", "TextRollouts"]
@@ -31,12 +36,15 @@ class TextRollouts(Rollouts):
 
     A rollout is `prompts_per_rollout` prompts, each with as many completions as the strategy's group size. Prompts are
     used in shuffled order, each once before any is repeated. A model with `sample(prompts, max_new_tokens, *,
-    temperature, end_token)` draws its texts itself, a Hugging Face model uses `generate`, and any other model is called
-    once per token.
+    temperature, end_token)` draws its texts itself. Any other model is called once per token, a Hugging Face model with
+    its cache. Each text is drawn by random numbers of its own, which depend on the seed, the rollout and its row, so it
+    does not depend on the number of processes.
 
     ROLLOUT_COMPLETED reports "rollout/reward", "rollout/reward_std", "rollout/length" in tokens, "rollout/ended" (the
-    share of texts with an end token), and with a reference "rollout/reference_kl" in nats per token. Where the strategy
-    trains in one pass, POLICY_UPDATED reports the latter.
+    share of texts that ended by a token or a stop), and with a reference "rollout/reference_kl" in nats per token.
+    Where the strategy trains in one pass, POLICY_UPDATED reports the latter. With a sampler that is not the policy,
+    "rollout/sampler_ratio" is the mean of the texts' importance ratios, and "rollout/sampler_capped" the share of
+    those above `importance_cap`.
 
     >>> def shortness(prompts, completions):
     ...     return [-float(len(completion)) for completion in completions]
@@ -49,10 +57,19 @@ class TextRollouts(Rollouts):
         reward: called with all prompts of a rollout and their completions; returns one number for each.
         max_new_tokens: the largest number of tokens of a completion.
         prompts_per_rollout: the number of prompts in a rollout.
-        end_token: ends a text and is part of it; None makes all completions max_new_tokens long.
+        end_token: ends a text and is part of it; one or several. None makes all completions max_new_tokens long, if
+            they have no stop.
         pad_token: fills rows after the end of a text.
         pad_to: a fixed length for all rows, for backends that compile per shape; None uses the longest text.
         sampler: draws texts instead of the model.
+        sampling: which tokens may be drawn, and stops; see `Sampling`.
+        importance_cap: the largest weight of a text that a different model has drawn, a sampler that returns its
+            log-probabilities: the advantage is multiplied with how much likelier the text is under the policy, up to
+            this (truncated importance sampling). None leaves the advantages as they are.
+        staleness: 1 draws the texts of a rollout while the policy learns from the one before, by the weights from
+            before that, of which it keeps a copy; their advantages are weighted by `importance_cap`. A checkpoint waits
+            for these texts and holds them.
+        background: whether a thread draws them. False draws the same texts at the same place in the run, but waits.
 
     Raises:
         ConfigurationError: there is no prompt, a prompt is empty, or a number is out of range.
@@ -65,10 +82,14 @@ class TextRollouts(Rollouts):
         *,
         max_new_tokens: int = 64,
         prompts_per_rollout: int = 8,
-        end_token: int | None = None,
+        end_token: int | Sequence[int] | None = None,
         pad_token: int = 0,
         pad_to: int | None = None,
         sampler: Sampler | None = None,
+        sampling: Sampling | None = None,
+        importance_cap: float | None = 2.0,
+        staleness: int = 0,
+        background: bool = True,
     ) -> None:
         self.prompts = _token_numbers(prompts)
         for name, value in (("max_new_tokens", max_new_tokens), ("prompts_per_rollout", prompts_per_rollout)):
@@ -78,11 +99,15 @@ class TextRollouts(Rollouts):
             given: dict[str, object] = {f"prompts[{empty[0]}]" if empty else "prompts": []}
             raise ConfigurationError("needs token ids; a text starts with at least one", "TextRollouts", **given)
         longest = max(map(len, self.prompts)) + max_new_tokens
-        check_whole_number("TextRollouts", "end_token", end_token, at_least=0, or_none=True)
+        check_type("TextRollouts", "sampling", sampling, Sampling | None, "a Sampling")
+        self._ended = EndOfText(end_tokens_of("TextRollouts", end_token), sampling)
         check_whole_number("TextRollouts", "pad_token", pad_token, at_least=0)
         check_whole_number("TextRollouts", "pad_to", pad_to, at_least=0, or_none=True)
         needs = "a function of prompts and a number of tokens"
         check_type("TextRollouts", "sampler", sampler, Callable | None, needs)
+        check_positive("TextRollouts", "importance_cap", importance_cap, or_none=True)
+        check_whole_number("TextRollouts", "staleness", staleness, at_least=0, below=2)
+        check_bool("TextRollouts", "background", background)
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
                 f"the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
@@ -93,10 +118,26 @@ class TextRollouts(Rollouts):
         check_type("TextRollouts", "reward", reward, Callable, "a function of prompts and completions")
         self.reward, self.max_new_tokens, self.prompts_per_rollout = reward, max_new_tokens, prompts_per_rollout
         self.end_token, self.pad_token, self.pad_to = end_token, pad_token, pad_to
+        self.sampling, self.importance_cap = sampling, importance_cap
+        self.staleness, self.background = staleness, background
+        self._ahead: Ahead | None = None
+        self._copied: WeightsCopy | None = None
         self._sampler, self._longest = sampler, longest
         super().__init__()
 
     shares_ranks = True
+
+    def restart(self) -> None:
+        super().restart()
+        if self._ahead is not None:
+            self._ahead.reset()
+
+    def progress(self) -> dict[str, Any]:
+        return {} if self._ahead is None else {"ahead": self._ahead.state_dict(self.rollouts)}
+
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        if self._ahead is not None:
+            self._ahead.load_state_dict(progress.get("ahead", []))
 
     @property
     def rows(self) -> int:
@@ -130,84 +171,156 @@ class TextRollouts(Rollouts):
         if self.prompts_per_rollout % count:
             given = {"prompts_per_rollout": self.prompts_per_rollout}
             raise ConfigurationError(f"{count} processes cannot share them evenly", "TextRollouts", **given)
-        if self._sampler is None:
-            agree = self.sharing.any if is_sharded(trainer.model) else None
-            self._sampler = sampler_of(
-                trainer.model, trainer.strategy.model_inputs, trainer.backend.device, self.pad_token, self.pad_to, agree
-            )
+        self._sampler = self._sampler_for(trainer)
 
-    def _next_prompts(self) -> list[list[int]]:
-        """The prompts of the current rollout, from an order that is a function of (seed, pass over the prompts)."""
+    def _sampler_for(self, trainer: PolicyTrainer) -> Sampler:
+        """The given sampler, or that of the model or of a copy of it.
+
+        Raises:
+            ConfigurationError: it does not fit the options or the trainer.
+        """
+        sampler, policy = self._sampler, trainer.model
+        if self.staleness:
+            self._check_staleness(trainer)
+            self._ahead = Ahead(self._update_sampler, self._texts_ahead, self.background)
+            if sampler is None:
+                self._copied = WeightsCopy(policy)
+                policy = self._copied.model
+        lacking = ["sampling"] if self.sampling is not None else []
+        taker = "sampler= does not take sampling="
+        if sampler is None:
+            agree = self.sharing.any if is_sharded(policy) else None
+            sampler = sampler_of(
+                policy, trainer.strategy.model_inputs, trainer.backend.device, self.pad_token, self.pad_to, agree
+            )
+            taker = f"the sample() of {type(trainer.model).__name__} does not take draw="
+            lacking += ["end_token"] if isinstance(self.end_token, (list, tuple)) else []
+            lacking += ["staleness"] if self.staleness else []
+        if lacking and not takes(sampler, "sampling"):
+            raise refused(self, f"{taker}, which this needs; add it, or leave this out", *lacking)
+        if is_sharded(trainer.model) and hasattr(sampler, "update_weights"):
+            rule = "it saves the whole model, and each process holds a part; leave the model whole in each process"
+            raise ConfigurationError(rule, "TextRollouts", sampler=type(sampler))
+        return sampler
+
+    def _check_staleness(self, trainer: PolicyTrainer) -> None:
+        if self.sharing.rank.count > 1 or is_sharded(trainer.model) or not isinstance(trainer.backend, InPlaceBackend):
+            rule = "needs one process, and a backend that updates the model in place; pass 0"
+            raise refused(self, rule, "staleness")
+        if self._sampler is not None and not hasattr(self._sampler, "update_weights"):
+            rule = "the sampler may read weights while they change; give it a method update_weights, or pass 0"
+            raise refused(self, rule, "staleness")
+
+    def _prompts_of(self, rollout: int) -> list[list[int]]:
+        """The prompt of each row of a rollout, from an order that is a function of (seed, pass over the prompts)."""
         chosen: list[list[int]] = []
-        first = (self.rollouts - 1) * self.prompts_per_rollout
+        first = (rollout - 1) * self.prompts_per_rollout
         orders: dict[int, list[int]] = {}
         for number in range(first, first + self.prompts_per_rollout):
             turn, index = divmod(number, len(self.prompts))
             if turn not in orders:
                 generator = torch.Generator().manual_seed(rng.derive(self.seed, turn))
                 orders[turn] = torch.randperm(len(self.prompts), generator=generator).tolist()
-            chosen.append(self.prompts[orders[turn][index]])
+            chosen += [self.prompts[orders[turn][index]]] * self.strategy.group_size
         return chosen
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        prompts = [prompt for prompt in self._next_prompts() for _ in range(self.strategy.group_size)]
+        prompts = self._prompts_of(self.rollouts)
         if self.sharing.is_shared:
             rng.seed_step(rng.derive(self.seed, self.sharing.rank.rank, self.rollouts))
+        if self._ahead is None:
+            self._update_sampler(self.rollouts)
         with self.sharing.alone():
-            mine = self.sharing.part(prompts)
-            found = self._completions(mine)
-            paid = self._rewards(mine, found)
+            mine, age = self.sharing.part(prompts), 0
+            if self._ahead is None:
+                found = self._completions(mine, self.sharing.part(range(len(prompts))), self.rollouts)
+            else:
+                found, age = self._ahead.texts(self.rollouts, self.trainer.state.update)
+            paid = self._rewards(mine, [each.tokens for each in found])
         completions = self.sharing.whole(found)
         rewards = torch.tensor(self.sharing.whole(paid.tolist()), dtype=torch.float32)
-        texts = [
-            {"input_ids": [*prompt, *completion], "labels": [IGNORED] * len(prompt) + list(completion)}
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        texts = [completion.after(prompt) for prompt, completion in zip(prompts, completions, strict=True)]
         padded = pad_examples(texts, pad_token=self.pad_token, length=self.pad_to)
         device = self.trainer.backend.device
         tokens, mask = padded["input_ids"].to(device), (padded["labels"] != IGNORED).to(device)
-        rollout = {"input_ids": tokens, "completion_mask": mask, "rewards": rewards.to(device), **self._scores(tokens)}
-        lengths = [len(completion) for completion in completions]
+        corrected = self.importance_cap is not None and completions[0].log_probs is not None
+        one_pass = self.trains_in_one_pass and not corrected
+        scores = self._scores(tokens, one_pass)
+        rollout = {"input_ids": tokens, "completion_mask": mask, "rewards": rewards.to(device), **scores}
         metrics = {
             "rollout/reward": rewards.mean().item(),
             "rollout/reward_std": rewards.std(correction=0).item(),
-            "rollout/length": sum(lengths) / len(lengths),
+            "rollout/length": sum(each.length for each in completions) / len(completions),
+            **self._metrics_of(completions),
         }
-        if self.end_token is not None:
-            metrics["rollout/ended"] = sum(each[-1] == self.end_token for each in completions) / len(completions)
         if "reference_log_probs" in rollout and "log_probs" in rollout:
             apart = (rollout["log_probs"] - rollout["reference_log_probs"])[mask[:, 1:]]
             metrics["rollout/reference_kl"] = apart.mean().item()
+        if corrected:
+            ratios = importance_weights(rollout["log_probs"], mask[:, 1:], completions)
+            rollout["weights"] = ratios.clamp(max=self.importance_cap)
+            metrics["rollout/sampler_ratio"] = ratios.mean().item()
+            metrics["rollout/sampler_capped"] = (ratios > rollout["weights"]).float().mean().item()
+        if self._ahead is not None:
+            metrics["rollout/staleness"] = float(age)
+            self._ahead.begin(self.rollouts + 1, self.trainer.state.update)
         return rollout, metrics
 
-    def _completions(self, prompts: list[list[int]]) -> list[list[int]]:
+    def rows_of(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that batches are made from; each advantage is multiplied with the weight of its text."""
+        rows = super().rows_of(rollout)
+        if "weights" in rollout:
+            # a clipped objective is linear in the advantage, for weights that are not negative
+            shape = [-1] + [1] * (rows["advantages"].ndim - 1)
+            rows["advantages"] = rows["advantages"] * rollout["weights"].reshape(shape)
+        return rows
+
+    def _update_sampler(self, rollout: int) -> None:
+        """Gives a sampler that keeps a copy of the policy the current weights; the others wait for the main process."""
+        if self._copied is not None:
+            self._copied.update(self.trainer.model)
+        update = getattr(self._sampler, "update_weights", None)
+        if update is None:
+            return
+        if self.sharing.rank.rank == 0:
+            with self.sharing.alone():
+                update(self.trainer.model, rollout)
+        self.sharing.any(False)
+
+    def _metrics_of(self, completions: Sequence[Completion]) -> dict[str, float]:
+        """Metrics of texts besides their reward and length."""
+        if self._ended.never:
+            return {}
+        return {"rollout/ended": sum(self._ended(each.tokens) for each in completions) / len(completions)}
+
+    def _texts_ahead(self, rollout: int) -> list[Completion]:
+        prompts = self._prompts_of(rollout)
+        with torch.no_grad():  # this is a thread of its own
+            return self._completions(prompts, range(len(prompts)), rollout)
+
+    def _completions(self, prompts: list[list[int]], rows: Sequence[int], rollout: int) -> list[Completion]:
+        """What follows each prompt; `rows` are their rows in the rollout of all processes."""
+        return self._draw(prompts, rows, rollout)
+
+    def _draw(self, prompts: list[list[int]], rows: Sequence[int], rollout: int, turn: int = 0) -> list[Completion]:
+        """One completion of each prompt."""
         assert self._sampler is not None
+        end = tuple(self.end_token) if isinstance(self.end_token, (list, tuple)) else self.end_token
+        options: dict[str, Any] = {"temperature": self.strategy.temperature, "end_token": end}
+        if takes(self._sampler, "sampling"):
+            options["sampling"] = self.sampling
+        if takes(self._sampler, "seeds"):
+            options["seeds"] = [rng.derive(self.seed, rollout, row, turn) for row in rows]
+        if self._ahead is not None and takes(self._sampler, "log_probs"):
+            options["log_probs"] = True
         try:
             with self.autocast():
-                found = self._sampler(
-                    [list(each) for each in prompts],
-                    self.max_new_tokens,
-                    temperature=self.strategy.temperature,
-                    end_token=self.end_token,
-                )
+                found = self._sampler([list(each) for each in prompts], self.max_new_tokens, **options)
         except Exception as error:
-            low, high = min(map(min, prompts)), max(map(max, prompts))
+            low, high = min(map(min, prompts), default=0), max(map(max, prompts), default=0)
             error.add_note(f"in TextRollouts, while drawing texts for {len(prompts)} prompts of tokens {low} to {high}")
             raise
-        try:
-            found = [[operator.index(token) for token in each] for each in found]
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"TextRollouts: the sampler returned {reprlib.repr(found)}; needs a list of token ids for each of the "
-                f"{len(prompts)} prompts"
-            ) from None
-        lengths = [len(each) for each in found]
-        if len(found) != len(prompts) or not all(1 <= length <= self.max_new_tokens for length in lengths):
-            raise ValueError(
-                f"TextRollouts: the sampler returned {len(found)} texts of {min(lengths, default=0)} to "
-                f"{max(lengths, default=0)} tokens; needs {len(prompts)} of 1 to {self.max_new_tokens}"
-            )
-        return found
+        return check_completions("TextRollouts", found, len(prompts), self.max_new_tokens)
 
     def _rewards(self, prompts: list[list[int]], completions: list[list[int]]) -> Tensor:
         # copies: the reward may change its arguments, but not the texts that are trained on
@@ -226,10 +339,10 @@ class TextRollouts(Rollouts):
             )
         return rewards
 
-    def _scores(self, tokens: Tensor) -> dict[str, Tensor]:
+    def _scores(self, tokens: Tensor, one_pass: bool) -> dict[str, Tensor]:
         """Log-probabilities of all tokens but the first under the policy and the reference, and the policy's values."""
         found: dict[str, list[Tensor]] = {}
-        strategy, one_pass = self.strategy, self.trains_in_one_pass
+        strategy = self.strategy
         if one_pass and not strategy.has_reference:
             return {}
         mine = tokens[self.sharing.part(range(len(tokens)))]
