@@ -102,7 +102,7 @@ def test_a_text_does_not_depend_on_the_others(place):
     assert alone == [drawn(model)[place]]
 
 
-@pytest.mark.parametrize("strategy", [GRPOStrategy(4), PPOStrategy(gamma=1.0)])
+@pytest.mark.parametrize("strategy", [GRPOStrategy(4), PPOStrategy(0.0, gamma=1.0)])
 def test_a_rollout_reads_each_token_once(strategy):
     model = model_of("llama", spread=2.0)
     watched = Watched(model)
@@ -111,8 +111,11 @@ def test_a_rollout_reads_each_token_once(strategy):
     run = trainer({"max_updates": 1}, model=learner, train_loader=rollouts, strategy=strategy)
     run.on(Events.REWARDS_COMPUTED)(lambda: watched.shapes.append("drawn"))
     run.train()
-    before = [shape for shape in watched.shapes[: watched.shapes.index("drawn")] if shape[1] == 1]
-    assert 1 <= len(before) <= 5
+    drawn = watched.shapes[: watched.shapes.index("drawn")]
+    assert drawn[0] == (run.train_loader.rows, 9)
+    rows = [rows for rows, length in drawn if length == 1]
+    assert 1 <= len(rows) <= 5
+    assert rows == sorted(rows, reverse=True)
 
 
 def test_sample_text_ends_with_each_of_the_models_end_tokens():
