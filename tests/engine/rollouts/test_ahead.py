@@ -7,7 +7,7 @@ import torch
 
 from pulsetrain.engine import Events, Every, GRPOStrategy, PPOStrategy, TorchBackend
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.rollouts import ConversationRollouts, Sampling, TextRollouts
+from pulsetrain.engine.rollouts import ConversationRollouts, Sampling, ServerSampler, TextRollouts
 from pulsetrain.engine.rollouts.ahead import Ahead
 from pulsetrain.engine.rollouts.completions import Completion
 from pulsetrain.engine.rollouts.sampling import sampler_of
@@ -17,6 +17,7 @@ from tests.support.models_language import refusal
 from tests.support.rollouts import PROMPTS, VOCABULARY, Reward, Valued, texts
 from tests.support.runs_backends import saved
 from tests.support.runs_strategies import differences
+from tests.support.text_servers import text_server
 
 BACKGROUND = pytest.mark.parametrize("background", [True, False], ids=["thread", "foreground"])
 
@@ -179,3 +180,24 @@ def test_what_would_change_while_it_is_drawn_from_is_refused():
         assert message == f"TextRollouts(staleness={value!r}): needs a whole number of at least 0 and below 2"
     message = refusal(lambda: ConversationRollouts(PROMPTS, Reward, max_length=90, staleness=1))
     assert message.startswith("ConversationRollouts(staleness=1): environments converse with the current policy")
+
+
+@BACKGROUND
+def test_a_server_keeps_the_weights_of_the_rollout_before(background, tmp_path):
+    def save(model, folder):
+        torch.save(model.table.weight.detach().clone(), folder / "table.pt")
+
+    with text_server("vllm", tmp_path / "policy", VOCABULARY) as server:
+        sampler = ServerSampler(server.url, folder=tmp_path / "policy", save=save, timeout=30.0)
+        run, recorded, _ = ahead(background=background, sampler=sampler)
+        served, policies = [], []
+        run.on(Events.ROLLOUT_STARTED)(lambda: served.append(server.table.clone()))
+        run.on(Events.ROLLOUT_STARTED)(lambda: policies.append(run.model.table.weight.detach().clone()))
+        run.train()
+        run.train_loader.restart()  # waits for the texts that are drawn still
+    assert not served[0].any()
+    assert torch.equal(served[1], policies[0])
+    assert torch.equal(served[2], policies[1])
+    ratios = [each.metrics["rollout/sampler_ratio"] for each in recorded.rollouts]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-4)
+    assert all(abs(ratio - 1.0) > 1e-3 for ratio in ratios[1:])
