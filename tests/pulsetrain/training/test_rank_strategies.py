@@ -280,3 +280,36 @@ class Answering:
 
     def step(self, completion: list[int]) -> tuple[list[int], float, bool]:
         return completion[:1], 0.0, completion[0] % 2 == 0
+
+
+class Updated:
+    """A sampler that keeps a copy of the policy."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def __call__(self, prompts: Any, most: int, **options: Any) -> list[list[int]]:
+        return drawn(prompts, most)
+
+    def update_weights(self, model: nn.Module, version: int) -> None:
+        self.versions.append(version)
+
+
+def test_the_main_process_alone_updates_a_sampler_that_keeps_a_copy_of_the_policy():
+    def run(rank: int) -> list[int]:
+        sampler = Updated()
+        trainer("grpo", "copies", data=rollouts(sampler)).train()
+        return sampler.versions
+
+    first, second = in_processes(run)
+    assert (first.error, second.error) == ("", ""), first.error
+    assert first.value == list(range(1, len(first.value) + 1)) != []
+    assert second.value == []
+
+
+def test_a_sampler_that_saves_the_whole_model_is_refused_where_processes_hold_parts():
+    def run(rank: int) -> None:
+        trainer("grpo", "shards", data=rollouts(Updated()))
+
+    for each in in_processes(run):
+        assert "TextRollouts(sampler=Updated): it saves the whole model" in each.error.splitlines()[-1]
