@@ -24,6 +24,13 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """The chat template of a tokenizer.
 
+    >>> class Tokenizer:  # of bytes
+    ...     def apply_chat_template(self, messages, add_generation_prompt=False, **options):
+    ...         turns = [f"{each['role']}:{each['content']};" for each in messages]
+    ...         return list("".join(turns + ["assistant:"] * add_generation_prompt).encode())
+    >>> bytes(ChatTemplate(Tokenizer())([{"role": "user", "content": "hi"}], add_generation_prompt=True))
+    b'user:hi;assistant:'
+
     Args:
         tokenizer: of transformers, or any object with its `apply_chat_template`.
         tools: the functions that the template describes.

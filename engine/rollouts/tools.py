@@ -93,7 +93,7 @@ class ToolEnvironment:
             raise ConfigurationError("has no chat template; set its chat_template", place, tokenizer=type(tokenizer))
         self._end = getattr(tokenizer, "eos_token_id", None) if end_token is None else end_token
         check_whole_number(place, "end_token", self._end, at_least=0)
-        self._tokenizer, self._parse, self._chat = tokenizer, parse, ChatTemplate(tokenizer, tools)
+        self._tokenizer, self._parse, self._chat = tokenizer, parse, ChatTemplate(tokenizer)
 
     def reset(self, prompt: list[int]) -> list[int]:
         """Nothing is shown before the first turn."""

@@ -37,7 +37,12 @@ class Bytes:
 
 
 def add(a: int, b: int) -> int:
-    """Adds two numbers."""
+    """Adds two numbers.
+
+    Args:
+        a: one number.
+        b: the other one.
+    """
     return a + b
 
 
@@ -173,3 +178,53 @@ def test_a_template_that_changes_a_turn_is_refused():
 
     with pytest.raises(ValueError, match="the chat template changes a turn when results follow"):
         ToolEnvironment(Forgetful(), [add]).step(list(f"{call(a=1, b=2)}$".encode()))
+
+
+HERMES = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == "tool" -%}
+<|im_start|>user
+<tool_response>{{ message.content }}</tool_response><|im_end|>
+{% else -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+<|im_end|>
+{% endif -%}
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_a_conversation_with_tools_is_what_the_template_of_transformers_writes():
+    transformers = pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not there: pip install tokenizers")
+    bytes_alone = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bytes_alone.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = tokenizers.decoders.ByteLevel()
+    learning = tokenizers.trainers.BpeTrainer(
+        vocab_size=258, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    bytes_alone.train_from_iterator([], learning)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bytes_alone, eos_token="<|im_end|>", chat_template=HERMES
+    )
+    chat, environment = ChatTemplate(tokenizer, [add]), ToolEnvironment(tokenizer, [add])
+    messages = [{"role": "user", "content": "1+2?"}]
+    prompt = chat(messages, add_generation_prompt=True)
+    turn = tokenizer.encode(f"I add.{call(a=1, b=2)}<|im_end|>", add_special_tokens=False)
+    shown, _, done = environment.step(turn)
+    assert not done
+    called = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    messages += [
+        {"role": "assistant", "content": "I add.", "tool_calls": [called]},
+        {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "3"},
+    ]
+    assert [*prompt, *turn, *shown] == chat(messages, add_generation_prompt=True)
+    assert tokenizer.decode(shown) == (
+        "\n<|im_start|>user\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
