@@ -226,14 +226,17 @@ class _Cached:
         self._tokens = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, length)
         place = torch.arange(length, device=device)
         begun = torch.tensor(padding, dtype=torch.int64, device=device).unsqueeze(-1)
-        self._seen = (place >= begun).long()  # 0 for padding
+        # 0 for padding. Without any, the model need not find out by waiting for the device that there is none
+        self._seen = (place >= begun).long() if any(padding) else None
         self._positions = (place - begun).clamp(min=0)
         self._cache: Any = None
 
     def logits(self) -> Array:
-        given: dict[str, Any] = {"input_ids": self._tokens, "attention_mask": self._seen, "use_cache": True}
+        given: dict[str, Any] = {"input_ids": self._tokens, "use_cache": True}
         if self._cache is not None:
             given["past_key_values"] = self._cache
+        if self._seen is not None:
+            given["attention_mask"] = self._seen
         if "position_ids" in self._keywords:
             given["position_ids"] = self._positions
         if "logits_to_keep" in self._keywords:
@@ -246,9 +249,11 @@ class _Cached:
         if len(kept) < len(self._tokens):
             rows = torch.tensor(kept, device=self._device)
             self._cache.batch_select_indices(rows)
-            self._seen, self._positions = self._seen[rows], self._positions[rows]
+            self._positions = self._positions[rows]
+            self._seen = None if self._seen is None else self._seen[rows]
         self._tokens = torch.tensor(tokens, device=self._device).unsqueeze(-1)
-        self._seen = torch.cat([self._seen, self._seen.new_ones(len(tokens), 1)], dim=1)
+        if self._seen is not None:
+            self._seen = torch.cat([self._seen, self._seen.new_ones(len(tokens), 1)], dim=1)
         self._positions = self._positions[:, -1:] + 1
 
     def idle(self) -> None:
