@@ -45,22 +45,23 @@ class Watched:
         self.shapes.append(tuple(inputs[0].shape))
 
 
-def drawn(model, **options):
+def drawn(model, prompts=PROMPTS, **options):
     given = {"end_token": [3, 5, 11, 17], "seeds": [1, 2, 3, 4], **options}
     with torch.no_grad():
-        return sampler_of(model, lambda tokens: tokens)(PROMPTS, CONTEXT - 9, **given)
+        return sampler_of(model, lambda tokens: tokens)(prompts, CONTEXT - 9, **given)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0]] * 4], ids=["padded", "of one length"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_cache_does_not_change_the_texts(family, attention):
+def test_the_cache_does_not_change_the_texts(family, prompts, attention):
     model = model_of(family, attention, spread=3.0)
-    expected = drawn(Plain(model))
+    expected = drawn(Plain(model), prompts)
     assert len({len(each) for each in expected}) > 1
     watched = Watched(model)
-    assert drawn(model) == expected
+    assert drawn(model, prompts) == expected
     running = [sum(len(each) > step for each in expected) for step in range(CONTEXT)]
-    assert watched.shapes == [(4, 9), *((rows, 1) for rows in running[1:] if rows)]
+    assert watched.shapes == [(4, max(map(len, prompts))), *((rows, 1) for rows in running[1:] if rows)]
 
 
 @pytest.mark.parametrize("wrapped", ["value head", "adapters"])
