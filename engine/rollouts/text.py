@@ -13,14 +13,12 @@ from torch import Tensor
 from pulsetrain.engine.argument_checks import check_bool, check_positive, check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
-from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused, shortened
-from pulsetrain.engine.rollouts.ahead import Ahead, WeightsCopy
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
-from pulsetrain.engine.rollouts.completions import Completion, check_completions, importance_weights
+from pulsetrain.engine.rollouts.completions import Completion, importance_weights
 from pulsetrain.engine.rollouts.drawing import EndOfText, Sampling, end_tokens_of
-from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of, takes
-from pulsetrain.engine.step.backend import InPlaceBackend
+from pulsetrain.engine.rollouts.sampling import Sampler
+from pulsetrain.engine.rollouts.writer import TextWriter
 from pulsetrain.engine.strategies.language import values_of
 
 __all__ = ["Reward", "TextRollouts"]
@@ -120,24 +118,23 @@ class TextRollouts(Rollouts):
         self.end_token, self.pad_token, self.pad_to = end_token, pad_token, pad_to
         self.sampling, self.importance_cap = sampling, importance_cap
         self.staleness, self.background = staleness, background
-        self._ahead: Ahead | None = None
-        self._copied: WeightsCopy | None = None
         self._sampler, self._longest = sampler, longest
+        self._writer: TextWriter | None = None  # once there is a policy
         super().__init__()
 
     shares_ranks = True
 
     def restart(self) -> None:
         super().restart()
-        if self._ahead is not None:
-            self._ahead.reset()
+        if self._writer is not None:
+            self._writer.restart()
 
     def progress(self) -> dict[str, Any]:
-        return {} if self._ahead is None else {"ahead": self._ahead.state_dict(self.rollouts)}
+        return {} if self._writer is None else self._writer.state_dict(self.rollouts)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
-        if self._ahead is not None:
-            self._ahead.load_state_dict(progress.get("ahead", []))
+        if self._writer is not None:
+            self._writer.load_state_dict(progress)
 
     @property
     def rows(self) -> int:
@@ -171,45 +168,11 @@ class TextRollouts(Rollouts):
         if self.prompts_per_rollout % count:
             given = {"prompts_per_rollout": self.prompts_per_rollout}
             raise ConfigurationError(f"{count} processes cannot share them evenly", "TextRollouts", **given)
-        self._sampler = self._sampler_for(trainer)
-
-    def _sampler_for(self, trainer: PolicyTrainer) -> Sampler:
-        """The given sampler, or that of the model or of a copy of it.
-
-        Raises:
-            ConfigurationError: it does not fit the options or the trainer.
-        """
-        sampler, policy = self._sampler, trainer.model
-        if self.staleness:
-            self._check_staleness(trainer)
-            self._ahead = Ahead(self._update_sampler, self._texts_ahead, self.background)
-            if sampler is None:
-                self._copied = WeightsCopy(policy)
-                policy = self._copied.model
-        lacking = ["sampling"] if self.sampling is not None else []
-        taker = "sampler= does not take sampling="
-        if sampler is None:
-            agree = self.sharing.any if is_sharded(policy) else None
-            sampler = sampler_of(
-                policy, trainer.strategy.model_inputs, trainer.backend.device, self.pad_token, self.pad_to, agree
-            )
-            taker = f"the sample() of {type(trainer.model).__name__} does not take draw="
-            lacking += ["end_token"] if isinstance(self.end_token, (list, tuple)) else []
-            lacking += ["staleness"] if self.staleness else []
-        if lacking and not takes(sampler, "sampling"):
-            raise refused(self, f"{taker}, which this needs; add it, or leave this out", *lacking)
-        if is_sharded(trainer.model) and hasattr(sampler, "update_weights"):
-            rule = "it saves the whole model, and each process holds a part; leave the model whole in each process"
-            raise ConfigurationError(rule, "TextRollouts", sampler=type(sampler))
-        return sampler
-
-    def _check_staleness(self, trainer: PolicyTrainer) -> None:
-        if self.sharing.rank.count > 1 or is_sharded(trainer.model) or not isinstance(trainer.backend, InPlaceBackend):
-            rule = "needs one process, and a backend that updates the model in place; pass 0"
-            raise refused(self, rule, "staleness")
-        if self._sampler is not None and not hasattr(self._sampler, "update_weights"):
-            rule = "the sampler may read weights while they change; give it a method update_weights, or pass 0"
-            raise refused(self, rule, "staleness")
+        self._writer = TextWriter(
+            trainer, self.sharing, self._texts_of, max_new_tokens=self.max_new_tokens, end_token=self.end_token,
+            pad_token=self.pad_token, pad_to=self.pad_to, sampler=self._sampler, sampling=self.sampling,
+            staleness=self.staleness, background=self.background,
+        )  # fmt: skip
 
     def _prompts_of(self, rollout: int) -> list[list[int]]:
         """The prompt of each row of a rollout, from an order that is a function of (seed, pass over the prompts)."""
@@ -228,15 +191,10 @@ class TextRollouts(Rollouts):
         prompts = self._prompts_of(self.rollouts)
         if self.sharing.is_shared:
             rng.seed_step(rng.derive(self.seed, self.sharing.rank.rank, self.rollouts))
-        if self._ahead is None:
-            self._update_sampler(self.rollouts)
+        assert self._writer is not None
         with self.sharing.alone():
-            mine, age = self.sharing.part(prompts), 0
-            if self._ahead is None:
-                found = self._completions(mine, self.sharing.part(range(len(prompts))), self.rollouts)
-            else:
-                found, age = self._ahead.texts(self.rollouts, self.trainer.state.update)
-            paid = self._rewards(mine, [each.tokens for each in found])
+            found = self._writer.texts(self.rollouts)
+            paid = self._rewards(self.sharing.part(prompts), [each.tokens for each in found])
         completions = self.sharing.whole(found)
         rewards = torch.tensor(self.sharing.whole(paid.tolist()), dtype=torch.float32)
         texts = [completion.after(prompt) for prompt, completion in zip(prompts, completions, strict=True)]
@@ -261,10 +219,8 @@ class TextRollouts(Rollouts):
             rollout["weights"] = ratios.clamp(max=self.importance_cap)
             metrics["rollout/sampler_ratio"] = ratios.mean().item()
             metrics["rollout/sampler_capped"] = (ratios > rollout["weights"]).float().mean().item()
-        if self._ahead is not None:
-            metrics["rollout/staleness"] = float(age)
-            self._ahead.begin(self.rollouts + 1, self.trainer.state.update)
-        return rollout, metrics
+        drawn = self._writer.begin_next(self.rollouts + 1)
+        return rollout, metrics | {f"rollout/{name}": value for name, value in drawn.items()}
 
     def rows_of(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows that batches are made from; each advantage is multiplied with the weight of its text."""
@@ -275,28 +231,16 @@ class TextRollouts(Rollouts):
             rows["advantages"] = rows["advantages"] * rollout["weights"].reshape(shape)
         return rows
 
-    def _update_sampler(self, rollout: int) -> None:
-        """Gives a sampler that keeps a copy of the policy the current weights; the others wait for the main process."""
-        if self._copied is not None:
-            self._copied.update(self.trainer.model)
-        update = getattr(self._sampler, "update_weights", None)
-        if update is None:
-            return
-        if self.sharing.rank.rank == 0:
-            with self.sharing.alone():
-                update(self.trainer.model, rollout)
-        self.sharing.any(False)
-
     def _metrics_of(self, completions: Sequence[Completion]) -> dict[str, float]:
         """Metrics of texts besides their reward and length."""
         if self._ended.never:
             return {}
         return {"rollout/ended": sum(self._ended(each.tokens) for each in completions) / len(completions)}
 
-    def _texts_ahead(self, rollout: int) -> list[Completion]:
+    def _texts_of(self, rollout: int) -> list[Completion]:
+        """This process's texts of a rollout, drawn by the present weights."""
         prompts = self._prompts_of(rollout)
-        with torch.no_grad():  # this is a thread of its own
-            return self._completions(prompts, range(len(prompts)), rollout)
+        return self._completions(self.sharing.part(prompts), self.sharing.part(range(len(prompts))), rollout)
 
     def _completions(self, prompts: list[list[int]], rows: Sequence[int], rollout: int) -> list[Completion]:
         """What follows each prompt; `rows` are their rows in the rollout of all processes."""
@@ -304,23 +248,8 @@ class TextRollouts(Rollouts):
 
     def _draw(self, prompts: list[list[int]], rows: Sequence[int], rollout: int, turn: int = 0) -> list[Completion]:
         """One completion of each prompt."""
-        assert self._sampler is not None
-        end = tuple(self.end_token) if isinstance(self.end_token, (list, tuple)) else self.end_token
-        options: dict[str, Any] = {"temperature": self.strategy.temperature, "end_token": end}
-        if takes(self._sampler, "sampling"):
-            options["sampling"] = self.sampling
-        if takes(self._sampler, "seeds"):
-            options["seeds"] = [rng.derive(self.seed, rollout, row, turn) for row in rows]
-        if self._ahead is not None and takes(self._sampler, "log_probs"):
-            options["log_probs"] = True
-        try:
-            with self.autocast():
-                found = self._sampler([list(each) for each in prompts], self.max_new_tokens, **options)
-        except Exception as error:
-            low, high = min(map(min, prompts), default=0), max(map(max, prompts), default=0)
-            error.add_note(f"in TextRollouts, while drawing texts for {len(prompts)} prompts of tokens {low} to {high}")
-            raise
-        return check_completions("TextRollouts", found, len(prompts), self.max_new_tokens)
+        assert self._writer is not None
+        return self._writer.draw(prompts, [rng.derive(self.seed, rollout, row, turn) for row in rows])
 
     def _rewards(self, prompts: list[list[int]], completions: list[list[int]]) -> Tensor:
         # copies: the reward may change its arguments, but not the texts that are trained on
