@@ -115,7 +115,7 @@ class TextWriter:
             TypeError, ValueError: it returned something else than texts.
         """
         options: dict[str, Any] = {"temperature": self._trainer.strategy.temperature, "end_token": self._end_token}
-        offered = {"sampling": self._sampling, "seeds": list(seeds)}
+        offered: dict[str, Any] = {"sampling": self._sampling, "seeds": list(seeds)}
         offered |= {} if self._ahead is None else {"log_probs": True}
         options |= {name: value for name, value in offered.items() if takes(self._sampler, name)}
         try:
