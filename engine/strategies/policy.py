@@ -35,8 +35,8 @@ class PolicyStrategy(WithReference):
         target_kl: ends a rollout if the policy is further than this from the one that acted, in nats per action; it is
             checked after each of the minibatch epochs. None never ends one early.
         temperature: divides the logits, in acting and in training.
-        reference: "copy" of the model at the time training is set up (for a model with adapters: itself without
-            them), a model, or None. It is used if tokens are generated and kl_coef is not 0.
+        reference: "copy" of the model at the time training is set up (for a model with adapters: a copy of those
+            alone), a model, or None. It is used if tokens are generated and kl_coef is not 0.
 
     Raises:
         ConfigurationError: a value is out of range; the message names it.

@@ -1,9 +1,13 @@
 """TRL's losses without TRL's models: its trainers' own methods, on the few attributes that they read."""
 
+import importlib
+import warnings
 from collections import defaultdict
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 
@@ -42,17 +46,26 @@ def metrics():
     return defaultdict(lambda: defaultdict(list))
 
 
-def dpo_trainer(policy, reference, beta, loss_type, label_smoothing=0.0):
-    """The attributes that the loss of DPOTrainer reads."""
+def experimental(name):
+    """A module of trl.experimental, without the warning that it is one; skips the test where there is no trl."""
+    pytest.importorskip("trl", reason="trl is not there: pip install trl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"trl.experimental.{name}")
+
+
+def dpo_trainer(policy, reference, beta, loss_type, label_smoothing=0.0, loss_weights=None):
+    """The attributes that the loss of DPOTrainer reads; several losses are a list."""
+    types = [loss_type] if isinstance(loss_type, str) else loss_type
     return SimpleNamespace(
         model=policy,
         ref_model=reference,
         accelerator=OneProcess(),
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=0.05),
         beta=beta,
         label_smoothing=label_smoothing,
-        loss_types=[loss_type],
-        loss_weights=[1.0],
+        loss_types=types,
+        loss_weights=loss_weights or [1.0] * len(types),
         f_divergence_type="reverse_kl",
         ld_alpha=None,
         aux_loss_enabled=False,
@@ -88,6 +101,45 @@ def dpo_loss(log_probs, reference_log_probs, mask, beta, loss_type, label_smooth
         "completion_mask": completion_mask,
     }
     return DPOTrainer._compute_loss(trainer, policy, inputs, return_outputs=False)
+
+
+def without_reference(kind, model, batch, **options):
+    """The loss of CPOTrainer or ORPOTrainer for a batch of pairs, with attention masks, and its metrics."""
+    trainer_class = getattr(experimental(kind), f"{kind.upper()}Trainer")
+    trainer = SimpleNamespace(
+        accelerator=OneProcess(), is_encoder_decoder=False, pad_token_id=0, padding_value=0, aux_loss_enabled=False,
+        **options,
+    )  # fmt: skip
+    for name in ("concatenated_inputs", "get_batch_logps"):
+        setattr(trainer, name, getattr(trainer_class, name))
+    for name in ("concatenated_forward", "cpo_loss", "odds_ratio_loss"):
+        if hasattr(trainer_class, name):
+            setattr(trainer, name, partial(getattr(trainer_class, name), trainer))
+    return trainer_class.get_batch_loss_metrics(trainer, model, batch)
+
+
+def kto_trainer(policy, reference, beta, loss_type, weights):
+    """The attributes that the loss of KTOTrainer reads."""
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    trainer = SimpleNamespace(
+        model=policy,
+        ref_model=reference,
+        accelerator=OneProcess(),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        beta=beta,
+        loss_type=loss_type,
+        calculate_KL=loss_type == "kto",
+        desirable_weight=weights[0],
+        undesirable_weight=weights[1],
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        _metrics=metrics(),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
+    return trainer
 
 
 def grpo_loss(

@@ -21,6 +21,7 @@ from pulsetrain.engine import DPOStrategy, Events, Every, GRPOStrategy, PPOStrat
 from pulsetrain.engine.data.sequences import pad_examples
 from pulsetrain.engine.rollouts import ConversationRollouts, TextRollouts
 from pulsetrain.handlers import Checkpointer
+from tests.support.models_language import Adapted
 from tests.support.ranks import in_processes
 from tests.support.runs_of_shards import whole_of
 from tests.support.runs_strategies import END, LENGTH, NEW_TOKENS, PROMPTS, VOCABULARY, reward, texts, with_values
@@ -69,6 +70,7 @@ TASKS: dict[str, Task] = {
         with_values,
     ),
     "grpo": (lambda: GRPOStrategy(3, kl_coef=0.1, minibatch_size=2, minibatch_epochs=2), rollouts, gpt),
+    "adapters": (DPOStrategy, preferences, partial(Adapted, trained=True, vocabulary=VOCABULARY)),
     "grpo in one pass": (lambda: GRPOStrategy(2, kl_coef=0.1, scale_rewards="batch"), rollouts, gpt),
 }
 LAYOUTS: dict[str, dict[str, Any] | None] = {"copies": None, "shards": {"shard": 2}, "tensor": {"tensor": 2}}
@@ -109,9 +111,9 @@ def learned(made: Trainer, resume: str | None = None) -> dict[str, Any]:
     ("task", "layout"),
     [
         *((task, "copies") for task in TASKS),
-        ("dpo", "shards"),
-        *(pytest.param(task, "shards", marks=pytest.mark.slow) for task in TASKS if task != "dpo"),
-        *(pytest.param(task, "tensor", marks=pytest.mark.slow) for task in TASKS if task != "ppo"),
+        *((task, "shards") for task in ("dpo", "adapters")),
+        *(pytest.param(task, "shards", marks=pytest.mark.slow) for task in TASKS if task not in ("dpo", "adapters")),
+        *(pytest.param(task, "tensor", marks=pytest.mark.slow) for task in TASKS if task not in ("ppo", "adapters")),
     ],
 )
 def test_two_processes_learn_what_one_learns(task: str, layout: str):
