@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_type, check_whole_number
@@ -81,9 +80,9 @@ class ConversationRollouts(TextRollouts):
 
     def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Any],
         environment: Callable[[], TextEnvironment],
-        reward: Reward | None = None,
+        reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
         *,
         max_length: int,
         max_turns: int = 8,
@@ -93,7 +92,19 @@ class ConversationRollouts(TextRollouts):
         check_type(place, "environment", environment, Callable, "a function that makes an environment")
         check_whole_number(place, "max_length", max_length)
         check_whole_number(place, "max_turns", max_turns)
-        super().__init__(prompts, _nothing if reward is None else reward, **options)
+        self._earned: list[float] = []  # by the conversations of this process, in the latest rollout
+
+        def environment_reward(completions: Sequence[Any]) -> list[float]:
+            return list(self._earned)
+
+        functions: Any = [environment_reward]
+        if isinstance(reward, Mapping):
+            functions = {"environment_reward": environment_reward, **reward}
+        elif reward is None:
+            functions = environment_reward
+        else:
+            functions += [reward] if callable(reward) else list(reward)
+        super().__init__(prompts, functions, **options)
         self.environment, self.max_length, self.max_turns = environment, max_length, max_turns
         if self.staleness:
             raise refused(self, "environments converse with the current policy; pass 0", "staleness")
@@ -103,7 +114,6 @@ class ConversationRollouts(TextRollouts):
         if self.pad_to is not None and self.pad_to < max_length:
             raise refused(self, f"rows may have {max_length} tokens; pass at least that", "pad_to")
         self._longest = max_length
-        self._earned: list[float] = []  # by the conversations of this process, in the latest rollout
 
     def begin(self, trainer: PolicyTrainer) -> None:
         context = trainer.strategy.context
@@ -139,15 +149,19 @@ class ConversationRollouts(TextRollouts):
         self._earned = [talk.earned for talk in talks]
         return [talk.completion() for talk in talks]
 
-    def _rewards(self, prompts: list[list[int]], completions: list[list[int]]) -> Tensor:
-        return super()._rewards(prompts, completions) + torch.tensor(self._earned, dtype=torch.float32)
+    @property
+    def _may_end(self) -> bool:
+        return True
 
-    def _metrics_of(self, completions: Sequence[Completion]) -> dict[str, float]:
-        talks = [each for each in completions if isinstance(each, _Conversation)]
-        return {
-            "rollout/turns": sum(each.turns for each in talks) / len(talks),
-            "rollout/ended": sum(each.ended for each in talks) / len(talks),
-        }
+    def _has_ended(self, completion: Completion) -> bool:
+        return isinstance(completion, _Conversation) and completion.ended
+
+    def _is_truncated(self, completion: Completion) -> bool:
+        return not self._has_ended(completion)
+
+    def _metrics(self, completions: list[Completion], parts: Tensor) -> dict[str, float]:
+        turns = [each.turns for each in completions if isinstance(each, _Conversation)]
+        return {**super()._metrics(completions, parts), "turns": sum(turns) / len(turns)}
 
 
 @dataclass(eq=False)
@@ -215,8 +229,3 @@ class _Talk:
                 f"ConversationRollouts: the environment's {place} returned {reprlib.repr(given)} as its observation; "
                 "needs token ids, a list that may be empty"
             ) from None
-
-
-def _nothing(prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
-    """The reward of conversations besides that of their environment."""
-    return [0.0] * len(prompts)

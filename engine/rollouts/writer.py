@@ -61,7 +61,7 @@ class TextWriter:
         model, given = trainer.model, sampler
         if staleness:
             self._check_staleness(sampler)
-            self._ahead = Ahead(self._update, self._drawn_ahead, background)
+            self._ahead = Ahead(self.update, self._drawn_ahead, background)
             if sampler is None:
                 self._copied = WeightsCopy(model)
                 model = self._copied.model
@@ -95,7 +95,7 @@ class TextWriter:
     def texts(self, rollout: int) -> list[Completion]:
         """This process's texts of a rollout: drawn now, or before."""
         if self._ahead is None:
-            self._update(rollout)
+            self.update(rollout)
             return self._draw_rollout(rollout)
         texts, self.age = self._ahead.texts(rollout, self._trainer.state.update)
         return texts
@@ -131,7 +131,7 @@ class TextWriter:
         with torch.no_grad():  # a thread has its own mode
             return self._draw_rollout(rollout)
 
-    def _update(self, rollout: int) -> None:
+    def update(self, rollout: int) -> None:
         """Gives a sampler with weights of its own the policy's; the other processes wait for the main one."""
         if self._copied is not None:
             self._copied.update(self._trainer.model)

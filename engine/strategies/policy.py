@@ -151,12 +151,12 @@ class PolicyStrategy(WithReference):
                     "what the model gives"
                 )
         mask = targets.get("mask")
-        weight = rows if mask is None else self._weight(mask)
+        weight = rows if mask is None else self._weight(targets)
         return TrainingBatch(inputs, targets, rows, 0 if mask is None else mask.numel(), weight)
 
-    def _weight(self, mask: Tensor) -> int | Tensor:
+    def _weight(self, targets: Mapping[str, Tensor]) -> int | Tensor:
         """The number of items that the loss over texts is a mean over."""
-        return mask.sum()
+        return targets["mask"].sum()
 
     def _seen(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor], check: bool) -> tuple[int, Tree]:
         tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
@@ -199,9 +199,12 @@ class PolicyStrategy(WithReference):
         old, mask = targets.get("log_probs", log_probs), targets.get("mask")
         return {
             "kl": divergence(old, log_probs, mask),
-            "clip_fraction": clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high),
+            "clip_fraction": self._clip_fraction(log_probs, old, mask),
             "entropy": mean_of(entropy(self.scores(outputs)), mask),
         }
+
+    def _clip_fraction(self, log_probs: Array, old: Array, mask: Array | None) -> Array:
+        return clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high)
 
 
 def divergence(old: Array, log_probs: Array, mask: Array | None) -> Array:

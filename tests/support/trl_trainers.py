@@ -1,6 +1,8 @@
 """TRL's losses without TRL's models: its trainers' own methods, on the few attributes that they read."""
 
+import asyncio
 import importlib
+import threading
 import warnings
 from collections import defaultdict
 from contextlib import nullcontext
@@ -143,12 +145,19 @@ def kto_trainer(policy, reference, beta, loss_type, weights):
 
 
 def grpo_loss(
-    log_probs, old, advantages, mask, loss_type, low=0.2, high=0.2, beta=0.0, reference=None, max_length=None
-):
-    """The loss of GRPOTrainer, and the metrics it logs."""
+    log_probs, old, advantages, mask, loss_type, low=0.2, high=0.2, beta=0.0, reference=None, max_length=None,
+    level="token", entropies=None, entropy_coef=0.0,
+):  # fmt: skip
+    """The loss of GRPOTrainer, and the metrics it logs.
+
+    Args:
+        level: of the importance ratio.
+        entropies: of each token; only their values are used.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     logged = metrics()
+    entropies = torch.zeros(log_probs.shape) if entropies is None else entropies
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=OneProcess(),
@@ -157,23 +166,20 @@ def grpo_loss(
         beta=beta,
         epsilon_low=low,
         epsilon_high=high,
-        importance_sampling_level="token",
+        importance_sampling_level=level,
         max_completion_length=max_length,
         current_gradient_accumulation_steps=1,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         use_vllm=False,
         aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
+        use_adaptive_entropy=False,
+        entropy_coef=entropy_coef,
+        _entropy_bonus_enabled=bool(entropy_coef),
         _metrics=logged,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros(log_probs.shape), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, entropies, None),
     )
-    ids = torch.zeros(mask.shape, dtype=torch.int64)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": torch.ones_like(ids[:, :1]),
-        "completion_ids": ids,
-        "completion_mask": mask.long(),
+    inputs = _generated(mask) | {
         "advantages": advantages,
         "old_per_token_logps": old,
         "ref_per_token_logps": reference,
@@ -183,12 +189,72 @@ def grpo_loss(
     return loss, {name: values[-1] for name, values in logged["train"].items()}
 
 
-def grpo_advantages(rewards, group_size, scale):
-    """The advantages that GRPOTrainer computes from rewards."""
+def rloo_loss(log_probs, old, advantages, mask, low=0.2, high=0.2):
+    """The loss of RLOOTrainer, which compares whole replies."""
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=OneProcess(),
+        epsilon_low=low,
+        epsilon_high=high,
+        aux_loss_enabled=False,
+        _metrics=metrics(),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros(log_probs.shape), None),
+    )
+    inputs = _generated(mask) | {"advantages": advantages, "old_logps": (old * mask).sum(1)}
+    return RLOOTrainer._compute_loss(trainer, None, inputs)
+
+
+def _generated(mask):
+    """Inputs of replies with this mask, to prompts of one token."""
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    return {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": torch.ones_like(ids[:, :1]),
+        "completion_ids": ids,
+        "completion_mask": mask.long(),
+    }
+
+
+def grpo_advantages(rewards, group_size, scale, weights=None, *, decoupled=False):
+    """The advantages that GRPOTrainer computes from rewards.
+
+    Args:
+        weights: of several rewards, which then have a column for each.
+        decoupled: each is normalised before their sum.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    aggregation = "normalize_then_sum" if decoupled else "sum_then_normalize"
+    trainer = _scoring(rewards if weights is not None else rewards[:, None], group_size, weights)
     replies = len(rewards)
-    trainer = SimpleNamespace(
+    vars(trainer).update(
+        scale_rewards=scale,
+        multi_objective_aggregation=aggregation,
+        _generate=lambda prompts: ([[1]] * replies, [[1]] * replies, None, ["a"] * replies, None, {}, None, None),
+    )
+    return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "a"}] * replies)["advantages"]
+
+
+def rloo_advantages(rewards, group_size, normalize):
+    """The advantages that RLOOTrainer computes from rewards."""
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    trainer, replies = _scoring(rewards[:, None], group_size), len(rewards)
+    vars(trainer).update(
+        normalize_advantages=normalize,
+        reward_clip_range=None,
+        _generate=lambda prompts: ([[1]] * replies, [[1]] * replies, ["a"] * replies),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (torch.zeros(replies, 1), None, None),
+    )
+    return RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": "a"}] * replies)["advantages"]
+
+
+def _scoring(rewards, group_size, weights=None):
+    """What the trainers' methods read that generate replies and compare their rewards, a column per function."""
+    replies, functions = rewards.shape
+    return SimpleNamespace(
         accelerator=OneProcess(),
         model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
         args=SimpleNamespace(
@@ -199,10 +265,9 @@ def grpo_advantages(rewards, group_size, scale):
         ),
         num_iterations=1,
         num_generations=group_size,
-        scale_rewards=scale,
-        multi_objective_aggregation="sum_then_normalize",
-        reward_weights=torch.ones(1),
-        reward_func_names=["reward"],
+        reward_weights=torch.ones(functions) if weights is None else weights,
+        reward_funcs=[None] * functions,
+        reward_func_names=[f"reward {number}" for number in range(functions)],
         beta=0.0,
         environment_factories=None,
         environments=None,
@@ -212,11 +277,36 @@ def grpo_advantages(rewards, group_size, scale):
         mask_truncated_completions=False,
         pad_to_multiple_of=None,
         _tokenizer=SimpleNamespace(pad_token_id=0),
-        _generate=lambda prompts: ([[1]] * replies, [[1]] * replies, None, ["a"] * replies, None, {}, None, None),
-        _calculate_rewards=lambda *_: rewards[:, None],
+        _calculate_rewards=lambda *_: rewards,
         _metrics=metrics(),
         _logs={"prompt": [], "completion": [], "rewards": defaultdict(list), "advantages": [], "extra": {}},
         _pending_extra_logs={},
         _pending_metrics={},
     )
-    return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "a"}] * replies)["advantages"]
+
+
+def rewards(functions, prompts, completions, completion_ids, columns):
+    """What GRPOTrainer makes of reward functions, a column for each; nan where one does not apply."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
+        args=SimpleNamespace(report_to=[]),
+        state=SimpleNamespace(global_step=0),
+        environments=None,
+        reward_funcs=functions,
+        reward_processing_classes=[None] * len(functions),
+        reward_func_names=[each.__name__ for each in functions],
+        async_loop=asyncio.new_event_loop(),
+        _log_completion_extra=None,
+        _log_metric=None,
+    )
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    thread = threading.Thread(target=trainer.async_loop.run_forever)
+    thread.start()
+    try:
+        return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, completion_ids)
+    finally:
+        trainer.async_loop.call_soon_threadsafe(trainer.async_loop.stop)
+        thread.join()
+        trainer.async_loop.close()

@@ -112,6 +112,47 @@ def test_the_reward_is_the_sum_of_those_of_the_turns_and_of_the_function():
     assert all(MARK in completion for completion in reward.completions[0])
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_the_environment_is_one_of_several_rewards_with_weights(named):
+    def brief(completion_ids):
+        return [-float(len(each)) for each in completion_ids]
+
+    run, recorded = talks(
+        GRPOStrategy(2), reward={"brief": brief} if named else [brief], reward_weights=[2.0, 0.5], end_token=0
+    )
+    run.train()
+    earned = [3.0 + sum(map(sum, environment.turns)) for environment in Counting.made]
+    metrics = recorded.rollouts[0].metrics
+    assert metrics["rollout/reward/environment_reward"] == pytest.approx(sum(earned) / 10)
+    total = 2.0 * sum(earned) / 10 + 0.5 * metrics["rollout/reward/brief"]
+    assert metrics["rollout/reward"] == pytest.approx(total)
+
+
+def test_conversations_are_a_validation_set():
+    held_out = ConversationRollouts([[4], [5, 2]], Counting, max_new_tokens=2, max_length=20, prompts_per_rollout=1)
+    training = TextRollouts(PROMPTS, Reward(), max_new_tokens=2, prompts_per_rollout=5)
+    run = trainer(
+        {"max_updates": 2, "learning_rate": 0.5}, model=Tokens(VOCABULARY), train_loader=training,
+        val_loader=held_out, strategy=GRPOStrategy(2),
+    )  # fmt: skip
+    run.train()
+    last = Counting.made[-2:]
+    expected = sum(3.0 + sum(map(sum, environment.turns)) for environment in last) / 2
+    assert run.history["val/reward"][-1] == pytest.approx(expected)
+    assert run.history["val/turns"][-1] == 3.0
+    assert run.history["val/truncated"][-1] == 0.0
+
+
+def test_conversations_that_were_cut_count_as_truncated():
+    strategy = GRPOStrategy(2, mask_truncated=True)
+    run, recorded = talks(strategy, prompts=[[2, 4, 4], [4]], prompts_per_rollout=2, max_length=11)
+    run.train()
+    assert recorded.rollouts[0].metrics["rollout/truncated"] == 0.5
+    cut = recorded.batches[0]["truncated"]
+    assert cut.sum() == 2
+    assert (recorded.batches[0]["input_ids"][cut][:, :3] == torch.tensor([2, 4, 4])).all()
+
+
 @pytest.mark.parametrize("make", [lambda: GRPOStrategy(2, 0.1), lambda: PPOStrategy(gamma=0.9, lam=0.8)])
 @pytest.mark.parametrize("options", [{}, {"end_token": 0, "sampling": Sampling(top_p=0.9)}], ids=str)
 def test_conversations_of_one_turn_are_texts(make, options):
@@ -315,7 +356,7 @@ STEPS = [
     ({"step_gives": ([], 0.0)}, TypeError, "step() returned ([], 0.0); needs (observation, reward, done)"),
     ({"step_gives": ([], "1", True)}, TypeError, "step() returned ([], '1', True); needs (observation, reward, done)"),
     ({"step_gives": ("hi", 0.0, False)}, TypeError, "step() returned 'hi' as its observation; needs token ids"),
-    ({"step_gives": ([], float("nan"), True)}, ValueError, "rewards[0]=nan: needs finite numbers"),
+    ({"step_gives": ([], float("nan"), True)}, ValueError, "returned nan for text 0: needs finite numbers"),
 ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -51,6 +54,17 @@ class TestBuild:
     def test_objects_inside_objects_are_made_too(self) -> None:
         inner = {"class_path": f"{__name__}.Part", "init_args": {"number": 2}}
         assert made(other=inner).other.number == 2
+
+    def test_functions_are_named_by_their_paths_and_the_configuration_keeps_the_paths(self) -> None:
+        rows = [{"prompt": [1], "answer": "a"}]
+        for given in (["math.hypot", "statistics.mean"], {"a": "math.hypot", "b": "statistics.mean"}):
+            arguments = {"prompts": rows, "reward": given, "reward_weights": [1, 0.5]}
+            before = copy.deepcopy(arguments)
+            spec = {"class_path": "pulsetrain.engine.rollouts.TextRollouts", "init_args": arguments}
+            rollouts = instantiate(spec, "data")
+            functions = rollouts.reward.values() if isinstance(given, dict) else rollouts.reward
+            assert list(functions) == [math.hypot, statistics.mean]
+            assert arguments == before
 
     def test_provided_arguments_fill_in_missing_parameters(self) -> None:
         spec = {"class_path": Part, "init_args": {"number": 1}}

@@ -193,6 +193,35 @@ class Plain(nn.Module):
         return found
 
 
+@pytest.mark.parametrize("layout", ["copies", pytest.param("shards", marks=pytest.mark.slow)])
+def test_held_out_prompts_are_judged_as_in_one_process(layout: str):
+    """Five prompts, which two processes cannot share evenly, and a reward that does not apply to all."""
+
+    def long(completions: Sequence[Sequence[int]], answer: Sequence[int]) -> list[float | None]:
+        return [
+            None if len(each) == NEW_TOKENS else float(len(each) + right)
+            for each, right in zip(completions, answer, strict=True)
+        ]
+
+    def judged(layout: str) -> dict[str, float]:
+        rows = [{"prompt": prompt, "answer": sum(prompt)} for prompt in ([3], [4, 5], [6], [7], [8, 3])]
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "prompts_per_rollout": 2, "end_token": END}
+        topology = LAYOUTS.get(layout)
+        made = Trainer(
+            Plain().double(), TextRollouts(PROMPTS, reward, sampler=drawn, **options),
+            TextRollouts(rows, {"reward": reward, "long": long}, reward_weights=[1.0, 0.5], sampler=drawn, **options),
+            strategy=GRPOStrategy(2), backend=None if topology is None else TorchBackend(topology=Topology(**topology)),
+            config=TrainingConfig(device="cpu", max_epochs=1, seed=7),
+        )  # fmt: skip
+        return made.validate()
+
+    alone = judged("one")
+    assert len(alone) > 8
+    for each in in_processes(lambda rank: judged(layout)):
+        assert each.error == "", each.error
+        assert each.value == pytest.approx(alone, rel=1e-9)
+
+
 def test_processes_draw_other_texts_and_train_on_all_of_them():
     def run(rank: int, layout: str) -> Any:
         asked: list[Any] = []
