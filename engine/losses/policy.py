@@ -360,7 +360,7 @@ def _surrogate(log_ratio: Array, advantages: Array, low: float, high: float) -> 
     """`max(-A r, -A clip(r))` of each."""
     xp = namespace(log_ratio, advantages)
     # decided before `exp`: if it overflows, the gradient of a clipped ratio would be 0 times inf
-    above = (advantages > 0) & (log_ratio > _log(1 + high))
+    above = (advantages >= 0) & (log_ratio > _log(1 + high))  # without an advantage too: 0 times inf is nan
     below = (advantages < 0) & (log_ratio < _log(1 - low))
     free = xp.exp(xp.where(above | below, 0.0, log_ratio))
     return -advantages * xp.where(above, 1 + high, xp.where(below, 1 - low, free))

@@ -213,7 +213,7 @@ class TextRollouts(Rollouts):
         self._adopt(trainer, self._choose_writer)
 
     @torch.no_grad()
-    def evaluate_policy(self, name: str) -> dict[str, float]:
+    def evaluate_policy(self, name: str, batches: int | None = None) -> dict[str, float]:
         """The metrics of one completion for each prompt, such as "NAME/reward"; the model has to be in eval mode.
 
         Each text has the same random numbers in every validation. It seeds the generators of the process, too, for
@@ -221,14 +221,16 @@ class TextRollouts(Rollouts):
 
         Args:
             name: of the validation set.
+            batches: how often prompts_per_rollout prompts are drawn for; None uses all prompts.
         """
-        asked, count = list(range(len(self.prompts))), self.sharing.rank.count
+        size, count = self.prompts_per_rollout, self.sharing.rank.count
+        asked = list(range(len(self.prompts)))[: None if batches is None else batches * size]
         assert self._writer is not None
         self._writer.update(0)
         completions: list[Completion] = []
         parts: list[Tensor] = []
-        for number, start in enumerate(range(0, len(asked), self.prompts_per_rollout)):
-            chosen = asked[start : start + self.prompts_per_rollout]
+        for number, start in enumerate(range(0, len(asked), size)):
+            chosen = asked[start : start + size]
             padded = chosen + chosen[-1:] * (-len(chosen) % count)  # each process draws as many texts
             rng.seed_everything(rng.derive(self.sharing.rank.rank, number))
             mine = self.sharing.part(padded)

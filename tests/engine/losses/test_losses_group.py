@@ -168,6 +168,15 @@ def test_a_product_beyond_every_number_is_clipped_without_a_gradient(library, dt
 
 
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize("options", [{}, {"ratio": "product"}, {"objective": "cispo"}], ids=str)
+def test_a_reply_without_an_advantage_adds_nothing_however_large_its_ratio(library, dtype, options):
+    given = [*rounded(dtype, [[0.0, 0.0]], [[-500.0, -600.0]], [0.0]), numpy.array([[True, True]])]
+    value, (gradient,) = value_and_gradients(library, lambda *a: grpo_loss(*a, **options), *given)
+    assert value == 0.0
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize(("library", "dtype"), RUNS)
 def test_a_clipped_token_is_learnt_from_by_cispo_alone(library, dtype):
     given = rounded(dtype, [[-1.0]], [[-2.0]], [1.0])
     for objective, expected in (("clip", 0.0), ("cispo", -1.2)):

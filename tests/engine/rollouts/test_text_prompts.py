@@ -233,7 +233,7 @@ def test_decoupled_advantages_come_from_the_functions_own_rewards():
 
 
 def test_groups_without_a_difference_and_truncated_texts_are_counted():
-    completions = [[2, 0], [1, 1], [0], [4, 4], [0], [5, 0]]
+    completions = [[2, 0], [1, 1], [0], [4, 4], [3], [5, 0]]  # one ends early, and not by the end token
     run, recorded, _ = texts(
         GRPOStrategy(2), prompts_per_rollout=3, end_token=0, max_new_tokens=2,
         reward=lambda prompts, completions: [1.0, 1.0, 4.0, -1.0, 0.0, 0.0],
@@ -243,7 +243,7 @@ def test_groups_without_a_difference_and_truncated_texts_are_counted():
     values = recorded.rollouts[0].metrics
     assert values["rollout/zero_variance_groups"] == pytest.approx(2 / 3)
     assert values["rollout/truncated"] == pytest.approx(2 / 6)
-    assert values["rollout/ended"] == pytest.approx(4 / 6)
+    assert values["rollout/ended"] == pytest.approx(3 / 6)
     assert (values["rollout/length_min"], values["rollout/length_max"]) == (1.0, 2.0)
 
 

@@ -119,7 +119,9 @@ def test_each_validation_draws_the_same_random_numbers() -> None:
     run = run_of(rollouts(HELD_OUT))
     first = run.validate()
     torch.rand(7)  # whatever was drawn meanwhile
+    before = torch.get_rng_state()
     assert run.validate() == first
+    assert torch.equal(torch.get_rng_state(), before)
     with torch.no_grad():
         run.model.table.weight.mul_(-9.0)
     assert run.validate() != first
