@@ -44,7 +44,7 @@ class _Conversation(Completion):
 
 
 class ConversationRollouts(TextRollouts):
-    """Conversations of the policy with an environment; the reward of one is the sum of those of its turns.
+    """Conversations of the policy with an environment, whose reward is the sum of those of its turns.
 
     All conversations of a rollout take their turns together. One ends when its environment says so, after `max_turns`,
     or when another turn might not fit into `max_length`; its reward is then what it has received so far. The strategy
@@ -66,10 +66,10 @@ class ConversationRollouts(TextRollouts):
     8
 
     Args:
-        prompts: token ids of each prompt. A group of completions has the same one.
+        prompts: as of `TextRollouts`. The environment gets the token ids, the same for a group of completions.
         environment: called for an environment of each conversation, see `TextEnvironment`.
-        reward: called with the prompts and with all that follows each, as of `TextRollouts`; added to the reward of the
-            environment. None adds nothing.
+        reward: functions as of `TextRollouts`, of all that follows each prompt. The reward of the environment is the
+            first of several, with the name "environment_reward", also for `reward_weights`. None leaves it alone.
         max_length: the largest number of tokens of a conversation, with its prompt and observations.
         max_turns: the largest number of the policy's turns.
         options: keywords of `TextRollouts`; `max_new_tokens` is that of one turn.
