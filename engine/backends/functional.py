@@ -17,6 +17,7 @@ from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.step.backend import ModelStore, ModuleView, OptimizerRequest, ValueBackend
+from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -86,7 +87,7 @@ class FunctionalBackend(Trees, ValueBackend):
     def evaluate(
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, Array]:
-        """The model's outputs and the loss, without gradients, as in evaluation."""
+        """The model's outputs and what `compute_loss` returned, without gradients, as in evaluation."""
         raise NotImplementedError
 
     # --------------------------------------------------------------------------------------- the parts of a step
@@ -275,8 +276,9 @@ class FunctionalBackend(Trees, ValueBackend):
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, dict[str, Array]]:
         """What `eval_step` returns."""
-        outputs, loss = self.evaluate(weights, batch, strategy)
-        return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
+        outputs, found = self.evaluate(weights, batch, strategy)
+        loss, parts = split_loss(found, strategy)
+        return outputs, {"loss": loss, **parts, **strategy.compute_metrics(outputs, batch)}
 
     # ------------------------------------------------------------------------------------------- what they need
 

@@ -111,6 +111,7 @@ class BackendSettings:
     optimizer_offload: OptimizerOffload | None = None
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+    log_strategy_metrics: bool = False
     seed: int = 0
 
 
@@ -172,10 +173,18 @@ class TrainingStrategy(Protocol):
         """The loader's batch, in torch tensors (on the device if torch computes), as inputs and targets."""
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
-        """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`."""
+        """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`.
+
+        It may also return a pair of the loss and a mapping with its parts by name, such as a "kl", each of shape ().
+        Training and validation report them as "train/kl" and "val/kl"; the loss alone is differentiated.
+        """
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
-        """Further means over `batch.size` that validation reports, each of shape ()."""
+        """Further means over `batch.size`, each of shape ().
+
+        Validation reports them over its set, training those of the batches at its log points, from the outputs that the
+        loss is computed from.
+        """
 
 
 @runtime_checkable

@@ -172,7 +172,8 @@ class DPOStrategy(WithReference):
         if check:
             self.check_batch(outputs, batch)
         (chosen, rejected), references = self._sides(outputs, batch)
-        return dpo_loss(chosen, rejected, *references, self.beta, self.loss_type, self.label_smoothing)
+        loss = dpo_loss(chosen, rejected, *references, self.beta, self.loss_type, self.label_smoothing)
+        return self._with_aux_loss(loss, outputs)
 
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
         """Means over the pairs.

@@ -127,7 +127,7 @@ class GRPOStrategy(PolicyStrategy):
         log_probs = self.action_log_probs(outputs, batch.targets["actions"])
         if "log_probs" not in batch.targets:
             self._measured = self._measure(outputs, log_probs, batch.targets)
-        return self._loss(log_probs, batch.targets)
+        return self._with_aux_loss(self._loss(log_probs, batch.targets), outputs)
 
     @torch.no_grad()
     def _measure(self, outputs: object, log_probs: Tensor, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
