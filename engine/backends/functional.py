@@ -79,6 +79,8 @@ class FunctionalBackend(Trees, ValueBackend):
     ) -> tuple[Array, Tree, Tree]:
         """The loss, shape (); its gradients, a pytree like the parameters; and the buffers afterwards.
 
+        `split_loss` of `pulsetrain.engine.step.log_point` separates the loss that a strategy returns from its parts.
+
         Args:
             draw: the numbers of the update and of the batch within it, which key the random draws.
         """

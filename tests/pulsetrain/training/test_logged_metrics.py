@@ -242,7 +242,7 @@ def test_the_weights_are_the_same_bits_with_and_without_them(on: str):
 
 
 @needs_jax
-def test_the_weights_are_the_same_bits_in_jax_whoever_reads_them_and_when():
+def test_the_weights_are_the_same_bits_in_jax_however_often_they_are_reported():
     runs = [trainer("jax", log_every_n_steps=every) for every in (1, 5, 50)]
     for run in runs[:2]:
         logged(run)
