@@ -247,7 +247,7 @@ class MetricsReporter:
         """The means over the global batches, the same bits on every rank."""
         sums = [losses.sums(reader) for losses in named.values()]
         metrics = {} if point is None else self._metrics_of(point)
-        if point is not None and self._names is None:
+        if metrics and self._names is None:  # a strategy without metrics has none on any rank: nothing is exchanged
             self._names = self._names_of_all(list(metrics))
         names = [name for name in self._names or () if name not in named] if point is not None else []
         for name in names:
