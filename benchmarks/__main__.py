@@ -8,7 +8,7 @@
     python -m benchmarks --write docs/performance.md      # its tables, from the last results
 
 Exit status: 0 all bounds hold; 1 one is missed, or a benchmark failed; 2 wrong input; 3 none is missed, but absolute
-times were not measured, since the machine was busy.
+times were not compared, since the machine was busy or has another processor than the bounds were set on.
 """
 
 from __future__ import annotations

@@ -32,13 +32,13 @@ def measure(seed: int, rollouts: int) -> dict[str, float]:
     trainer = Trainer(
         ActorCritic(4, 2),
         data,
-        strategy=PPOStrategy(minibatch_size=256, minibatch_epochs=4),
+        strategy=PPOStrategy(kl_coef=0.0, minibatch_size=256, minibatch_epochs=10),
         config=TrainingConfig(
             max_epochs=rollouts,
             optimizer="adam",
-            learning_rate=2.5e-3,
+            learning_rate=1e-3,
             schedule="linear",
-            min_lr_ratio=0.05,
+            min_lr_ratio=0.0,
             clip_grad_norm=0.5,
             seed=seed,
             device="cpu",

@@ -184,10 +184,19 @@ if TYPE_CHECKING:
         TrainingStrategy as TrainingStrategy,
     )
     from pulsetrain.engine.strategies import (
+        CPOStrategy as CPOStrategy,
+    )
+    from pulsetrain.engine.strategies import (
         DPOStrategy as DPOStrategy,
     )
     from pulsetrain.engine.strategies import (
         GRPOStrategy as GRPOStrategy,
+    )
+    from pulsetrain.engine.strategies import (
+        KTOStrategy as KTOStrategy,
+    )
+    from pulsetrain.engine.strategies import (
+        ORPOStrategy as ORPOStrategy,
     )
     from pulsetrain.engine.strategies import (
         PPOStrategy as PPOStrategy,
@@ -196,7 +205,13 @@ if TYPE_CHECKING:
         PretrainStrategy as PretrainStrategy,
     )
     from pulsetrain.engine.strategies import (
+        RewardModelStrategy as RewardModelStrategy,
+    )
+    from pulsetrain.engine.strategies import (
         SFTStrategy as SFTStrategy,
+    )
+    from pulsetrain.engine.strategies import (
+        SimPOStrategy as SimPOStrategy,
     )
     from pulsetrain.engine.strategies import (
         SupervisedStrategy as SupervisedStrategy,
@@ -246,7 +261,8 @@ else:  # which type checkers do not see: to them, an unknown name is an error
                 "TrainingResult", "TrainingStrategy"
             ),
             "pulsetrain.engine.strategies": (
-                "DPOStrategy", "GRPOStrategy", "PPOStrategy", "PretrainStrategy", "SFTStrategy", "SupervisedStrategy"
+                "CPOStrategy", "DPOStrategy", "GRPOStrategy", "KTOStrategy", "ORPOStrategy", "PPOStrategy",
+                "PretrainStrategy", "RewardModelStrategy", "SFTStrategy", "SimPOStrategy", "SupervisedStrategy"
             ),
             "pulsetrain.engine.training_run": ("TrainingRun", "is_training_run"),
         },

@@ -12,6 +12,7 @@ from pulsetrain.engine.lazy_names import lazy_names
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig as TrainingConfig
     from pulsetrain.engine import (
+        CPOStrategy as CPOStrategy,
         DPOStrategy as DPOStrategy,
         Engine as Engine,
         Event as Event,
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
         Every as Every,
         GRPOStrategy as GRPOStrategy,
         JaxBackend as JaxBackend,
+        KTOStrategy as KTOStrategy,
         MegatronBackend as MegatronBackend,
+        ORPOStrategy as ORPOStrategy,
         Phase as Phase,
         PPOStrategy as PPOStrategy,
         PretrainStrategy as PretrainStrategy,
+        RewardModelStrategy as RewardModelStrategy,
         SFTStrategy as SFTStrategy,
+        SimPOStrategy as SimPOStrategy,
         SupervisedStrategy as SupervisedStrategy,
         TorchBackend as TorchBackend,
     )
@@ -43,9 +48,10 @@ else:  # which type checkers do not see: to them, an unknown name is an error
         {
             "pulsetrain.config": ("TrainingConfig",),
             "pulsetrain.engine": (
-                "DPOStrategy", "Engine", "Event", "EventBus", "EventEnum", "Events", "Every", "GRPOStrategy",
-                "JaxBackend", "MegatronBackend", "PPOStrategy", "Phase", "PretrainStrategy", "SFTStrategy",
-                "SupervisedStrategy", "TorchBackend",
+                "CPOStrategy", "DPOStrategy", "Engine", "Event", "EventBus", "EventEnum", "Events", "Every",
+                "GRPOStrategy", "JaxBackend", "KTOStrategy", "MegatronBackend", "ORPOStrategy", "PPOStrategy", "Phase",
+                "PretrainStrategy", "RewardModelStrategy", "SFTStrategy", "SimPOStrategy", "SupervisedStrategy",
+                "TorchBackend",
             ),
             "pulsetrain.engine.recording": ("EventLog", "Replay", "diff"),
             "pulsetrain.handlers": HANDLERS,

@@ -59,7 +59,7 @@ from pulsetrain.training.arguments import (
     named_loaders,
     resolve_strategy,
 )
-from pulsetrain.training.attaching import attach_handlers
+from pulsetrain.training.attaching import attach_handlers, attach_rollouts
 from pulsetrain.training.fixed import fix
 from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.rank_share import RankShare
@@ -182,9 +182,7 @@ class Trainer(RunView):
         self.train_loader = train_loader
         val_loaders = named_loaders(val_loader)
         check_sets(val_loaders)
-        source: Any = train_loader
-        if getattr(source, "fires_rollouts", False):  # this trainer's policy acts in it
-            source.attach(self)
+        attach_rollouts(self, train_loader, val_loaders)
         self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
             self.stepper, metrics or {}, self.bus, trainer_name=self.name, control=self.agreement.control,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.harness.machine import BOUNDS_SET_ON
 from benchmarks.harness.results import HOLDS, MISSED, NOT_MEASURED, UNBOUNDED, Report, Row, number, status
 from benchmarks.harness.run import Outcome
 
@@ -64,7 +65,9 @@ def summary(found: Sequence[Finding], *, short: bool) -> tuple[str, int]:
     ]
     lines.append(f"bounds: {', '.join(counts) or 'none compared'}")
     if NOT_MEASURED in verdicts and not short:
-        lines.append("Absolute times count only on an idle machine: run this again when nothing else runs.")
+        lines.append(
+            f"Absolute times count only on an idle machine, on the processor of their bounds: {BOUNDS_SET_ON}."
+        )
     code = status(verdicts)
     return "\n".join(lines), 0 if short and code == 3 else code
 
@@ -82,7 +85,7 @@ def _findings(outcome: Outcome, short: bool) -> list[Finding]:
             row=row.name,
             text=_compared(row, found, slack),
             verdict=verdict,
-            goal=row.missed_goal(idle=found.load.is_idle),
+            goal=row.missed_goal(times=found.load.compares_times),
         )
         for row, verdict in found.verdicts(slack)
         if (row.bound is not None or row.goal is not None) and (row.kind == "ratio" or not short)

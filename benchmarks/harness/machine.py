@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["Load", "Watch", "describe_machine"]
+__all__ = ["BOUNDS_SET_ON", "Load", "Watch", "describe_machine"]
+
+BOUNDS_SET_ON = "AMD EPYC"  # the processor that the bounds of absolute times are for; a Xeon took 1.6 times as long
 
 OTHERS, SPREAD = 0.15, 1.25  # cores that other processes may use; times the fastest pass that a median pass may take
 PASSES, STEPS = 20, 100_000  # of the reference loop: each pass takes some milliseconds
@@ -25,10 +27,21 @@ class Load:
     others: float | None  # cores that other processes used, or another virtual machine took; None if unknown
     reference_ms: float  # the fastest pass of the reference loop
     spread: float  # the median pass, in times the fastest
+    processor: str  # its name, as the operating system reports it
+
+    @property
+    def compares_times(self) -> bool:
+        """Whether absolute times may be compared with their bounds."""
+        return self.is_idle and self.is_of_bounds
+
+    @property
+    def is_of_bounds(self) -> bool:
+        """Whether this is the processor that the bounds of absolute times were set on."""
+        return self.processor.startswith(BOUNDS_SET_ON)
 
     @property
     def is_idle(self) -> bool:
-        """Whether absolute times may be compared with their bounds."""
+        """Whether nothing else ran."""
         others = self.average if self.others is None else self.others
         return others <= OTHERS and self.spread <= SPREAD
 
@@ -37,6 +50,7 @@ class Load:
         return (
             f"load average {self.average:.2f}, other processes {others}, reference loop {self.reference_ms:.2f} ms"
             f" (median {self.spread:.2f} times that): {'idle' if self.is_idle else 'busy'}"
+            f"{'' if self.is_of_bounds else f'; the bounds of absolute times are for {BOUNDS_SET_ON}'}"
         )
 
 
@@ -48,6 +62,7 @@ class Watch:
         own_seconds: returns the seconds of processor time of this process and its children that have ended.
         clock: returns seconds.
         reference: makes one pass of the reference loop.
+        processor: the processor's name; None reads it from the operating system.
     """
 
     def __init__(
@@ -56,9 +71,11 @@ class Watch:
         own_seconds: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         reference: Callable[[], object] | None = None,
+        processor: str | None = None,
     ) -> None:
         self._busy, self._own = busy_seconds or _busy_seconds, own_seconds or _own_seconds
         self._clock, self._reference = clock, reference or _reference
+        self._processor = _processor() if processor is None else processor
         self._average = os.getloadavg()[0]
         self._begun = self._clock(), self._busy(), self._own()
         self._passes = self._measure()
@@ -73,7 +90,13 @@ class Watch:
             others = max(0.0, (busy_now - busy - (self._own() - own)) / elapsed)
         fastest = min(passes)
         spread = statistics.median(passes) / fastest if fastest > 0 else 1.0
-        return Load(average=self._average, others=others, reference_ms=1e3 * fastest, spread=spread)
+        return Load(
+            average=self._average,
+            others=others,
+            reference_ms=1e3 * fastest,
+            spread=spread,
+            processor=self._processor,
+        )
 
     def _measure(self) -> list[float]:
         passes = []

@@ -30,8 +30,8 @@ class Row:
     """One figure and its bound.
 
     A ratio compares two measurements of one run, which took turns; so the machine's load affects both. An absolute
-    figure is a time or a rate, and is compared with its bound only on an idle machine. A size (bytes, memory) does not
-    depend on the load.
+    figure is a time or a rate, and is compared with its bound only on an idle machine with the processor of the bounds.
+    A size (bytes, memory) does not depend on the load.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Row:
     at_least: bool = False  # whether bound and goal are the smallest good values; otherwise they are the largest
     also: Mapping[str, float] = field(default_factory=dict)  # further columns of the table, without bounds
 
-    def verdict(self, *, idle: bool = True, slack: float = 1.0) -> str:
+    def verdict(self, *, times: bool = True, slack: float = 1.0) -> str:
         """Whether the bound holds.
 
         Args:
-            idle: whether nothing else ran during the measurement.
+            times: whether absolute times may be compared, see `Load.compares_times`.
             slack: how many times a ratio may exceed its bound.
         """
         if self.bound is None:
             return UNBOUNDED
-        if math.isnan(self.measured) or (self.kind == "absolute" and not idle):
+        if math.isnan(self.measured) or (self.kind == "absolute" and not times):
             return NOT_MEASURED
         factor = slack if self.kind == "ratio" else 1.0
         return HOLDS if self._reaches(self.bound / factor if self.at_least else self.bound * factor) else MISSED
@@ -64,9 +64,9 @@ class Row:
         """The bound with its direction; empty if there is none."""
         return "" if self.bound is None else f"{self._direction} {self.bound:,.9g}"
 
-    def missed_goal(self, *, idle: bool = True) -> str:
+    def missed_goal(self, *, times: bool = True) -> str:
         """The goal, if it was measured and not reached; else empty."""
-        if self.goal is None or math.isnan(self.measured) or (self.kind == "absolute" and not idle):
+        if self.goal is None or math.isnan(self.measured) or (self.kind == "absolute" and not times):
             return ""
         return "" if self._reaches(self.goal) else f"goal {self._direction} {self.goal:,.9g} missed"
 
@@ -93,7 +93,7 @@ class Report:
 
     def verdicts(self, slack: float = 1.0) -> list[tuple[Row, str]]:
         """Each row with its verdict."""
-        return [(row, row.verdict(idle=self.load.is_idle, slack=slack)) for row in self.rows]
+        return [(row, row.verdict(times=self.load.compares_times, slack=slack)) for row in self.rows]
 
     def to_json(self) -> str:
         """One JSON object in one line."""
@@ -178,7 +178,7 @@ def table(found: Report, rows: Sequence[str] | None = None) -> str:
         cells = [f"{row.name}, {row.unit}" if row.unit else row.name, number(row.measured)]
         cells += [number(row.least), number(row.most)] if spread else []
         cells += [number(row.also.get(name)) for name in extra]
-        said = row.missed_goal(idle=found.load.is_idle) if verdict in (HOLDS, UNBOUNDED) else verdict
+        said = row.missed_goal(times=found.load.compares_times) if verdict in (HOLDS, UNBOUNDED) else verdict
         lines.append([*cells, *([row.limit, said] if bounded else [])])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [_aligned(line, widths) for line in lines]

@@ -221,7 +221,7 @@ class FunctionalBackend(Trees, ValueBackend):
         """What `loss_and_gradients` returns, the gradients times a factor and added to others; None for neither."""
         loss, gradients, buffers = self.loss_and_gradients(weights, batch, strategy, draw)
         if factor is not None:
-            gradients = self.map(lambda each: each * factor, gradients)
+            gradients = self.scaled(gradients, factor)
         if added is not None:
             gradients = self.map(lambda each, other: each + other, added, gradients)
         return loss, gradients, buffers
@@ -236,8 +236,15 @@ class FunctionalBackend(Trees, ValueBackend):
     def finished(self, gradients: Tree, factor: Array, measure: bool) -> tuple[Tree, Array]:
         """The gradients times a factor, None for 1, and their norm."""
         if factor is not None:
-            gradients = self.map(lambda each: each * factor, gradients)
+            gradients = self.scaled(gradients, factor)
         return gradients, self.norm(gradients) if measure else None
+
+    def scaled(self, gradients: Tree, factor: Array) -> Tree:
+        """The gradients times a factor, each in its own dtype, which an array of another one might change."""
+        if not is_array(factor):
+            return self.map(lambda each: each * factor, gradients)
+        xp = namespace(factor)
+        return self.map(lambda each: each * xp.astype(factor, each.dtype), gradients)
 
     def factor(self, value: Array) -> Array:
         """A factor as an array of this backend; None for 1."""
@@ -299,7 +306,7 @@ class FunctionalBackend(Trees, ValueBackend):
             norm = self.norm(gradients) if norm is None else norm
             xp = namespace(norm)
             share = xp.minimum(xp.ones_like(norm), most / (norm + 1e-6))
-            gradients = self.map(lambda each: each * xp.astype(share, each.dtype), gradients)
+            gradients = self.scaled(gradients, share)
         if value is not None:
             gradients = self.map(lambda each: namespace(each).clip(each, -value, value), gradients)
         if rate is not None:

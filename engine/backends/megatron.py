@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.backends.megatron_models import MegatronGPT, build_gpt, without_advice
@@ -19,6 +18,7 @@ from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.joining import check_alike, join, join_alone
 from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.distributed.shared_batches import check_batches
 from pulsetrain.engine.distributed.topology import TENSOR, Topology
 from pulsetrain.engine.environment import version_of
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
@@ -100,7 +100,8 @@ class MegatronBackend(TorchBackend):
         with without_advice():
             load_optional("MegatronBackend", "megatron.core", "megatron")
         self.tensor, self.sequence_parallel = tensor, sequence_parallel
-        self._seed, self._has_compared = 0, tensor == 1
+        self._seed = 0
+        self._uncompared: ProcessGroup | None = None  # with which to compare the first batch
         topology = Topology(tensor=tensor, sequence_parallel=sequence_parallel)
         super().__init__(device, activation_checkpointing=activation_checkpointing, topology=topology)
 
@@ -137,6 +138,8 @@ class MegatronBackend(TorchBackend):
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The model, built if it is described, and the optimizer over this process's part of it."""
         module = self.build(model)
+        mesh: Any = module.mesh
+        self._uncompared = None if mesh is None else mesh[TENSOR].get_group()
         made = optimizer.build(module)
         if is_sharded(module):
             self._check_sharded(strategy, made)
@@ -204,22 +207,10 @@ class MegatronBackend(TorchBackend):
             ConfigurationError: they were given different ones.
         """
         prepared = super().prepare_batch(batch, strategy)
-        if not self._has_compared:
-            self._has_compared = True
-            self._compare(prepared)
+        if self._uncompared is not None:
+            group, self._uncompared = self._uncompared, None
+            check_batches((prepared.inputs, prepared.targets), group, "tensor", "MegatronBackend")
         return prepared
-
-    def _compare(self, batch: TrainingBatch) -> None:
-        tensors = [each for each in tree_leaves((batch.inputs, batch.targets)) if isinstance(each, Tensor)]
-        digests = join().gather([zlib.crc32(each.cpu().contiguous().numpy().tobytes()) for each in tensors])
-        others = [rank for rank, each in enumerate(digests) if each != digests[rank - rank % self.tensor]]
-        if others:
-            raise ConfigurationError(
-                f"the first batch of rank {others[0]} is not that of rank {others[0] - others[0] % self.tensor}, and "
-                "they hold one copy of the model together; give them the same loader, without a DistributedSampler",
-                "MegatronBackend",
-                tensor=self.tensor,
-            )
 
 
 _made_in: object = None  # torch's default group, when Megatron's were made

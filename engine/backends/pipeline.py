@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -14,23 +14,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from pulsetrain.engine.backends.micro_batches import MicroBatches, cut, filled, joined, rows_of, split, tensors_in
+from pulsetrain.engine.backends.micro_batches import MicroBatches, joined, split, tensors_in
+from pulsetrain.engine.backends.pipeline_step import PipelineStep, arguments_of
 from pulsetrain.engine.backends.torch_computation import no_gradient
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.pipeline_parts import PipelineParts, leave_out
 from pulsetrain.engine.distributed.pipeline_plan import check_parts, find_plan
 from pulsetrain.engine.distributed.ranks import PIPELINE
 from pulsetrain.engine.distributed.shards import norms_of_wholes, shard_weights
+from pulsetrain.engine.distributed.shared_batches import check_batches
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.step.log_point import split_loss
-from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.protocols import TrainingStrategy, Tree
 
 __all__ = ["Pipeline", "pipeline_of"]
 
 T = TypeVar("T")
-_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _KEPT = 8  # schedules, each for batches of one shape
 
 
@@ -80,7 +79,7 @@ class Pipeline:
         module.forward = _Whole(self, module.forward)
         setattr(module, PIPELINE, self)
         self._programs: dict[object, _Program] = {}
-        self._now: _Step | None = None
+        self._now: PipelineStep | None = None
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         return self  # it has process groups
@@ -89,7 +88,7 @@ class Pipeline:
         """Add `scale` times the gradients of the batch's loss to the parameters'; returns the loss in all processes."""
         if self.place:  # else the layers of two processes would draw the same numbers
             rng.seed_step(rng.derive(torch.initial_seed(), self.place))
-        step = _Step([_arguments(each.inputs) for each in batch.batches], self._count)
+        step = PipelineStep([arguments_of(each.inputs) for each in batch.batches], self._count)
         step.learn(batch, strategy, scale)
         self._run(step)
         self._average_gradients()
@@ -103,7 +102,7 @@ class Pipeline:
                 "it under torch.no_grad()"
             )
         parts = split((args, kwargs), self._count)
-        step = _Step(parts, self._count)
+        step = PipelineStep(parts, self._count)
         self._run(step)
         found = [step.outputs_of(at) for at in range(len(parts))] if step.outputs else []
         alone = [each for each in tensors_in(found[0]) if not each.ndim] if found else []
@@ -161,13 +160,13 @@ class Pipeline:
     def _count(self) -> int:
         return self.topology.parts_of_batch
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: PipelineStep) -> None:
         self._now = step
         try:
             key = step.kind()
             program = self._programs.pop(key, None)
             if self._is_new(program is None):
-                self._check_alike(step)
+                check_batches(step.inputs[0], self.group, "pipeline")
                 program = _Program(self, step.learns)
             assert program is not None
             self._programs[key] = program
@@ -206,20 +205,6 @@ class Pipeline:
             for each, before in buffers:
                 each.copy_(before)
         return found
-
-    def _check_alike(self, step: _Step) -> None:
-        """Refuse processes of one pipeline that were given different batches."""
-        sums: list[Any] = [None] * self.topology.pipeline
-        mine = [each.double().sum().item() for each in tensors_in(step.inputs[0])]
-        torch.distributed.all_gather_object(sums, mine, group=self.group)
-        if any(repr(each) != repr(mine) for each in sums):
-            raise ConfigurationError(
-                "the processes of a pipeline need the same batches, and got different ones; leave the sampler of the "
-                "DataLoader out, or make it DistributedSampler(dataset, copies, copy), by the number of the copies of "
-                "the model and that of the process's own",
-                "Topology",
-                pipeline=self.topology.pipeline,
-            )
 
     def _own_buffers(self) -> list[Tensor]:
         return [each for each in self.module.buffers() if not each.is_meta]
@@ -271,63 +256,6 @@ class _Like:
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
-
-
-class _Step:
-    """The micro-batches of one batch, and what becomes of them.
-
-    Args:
-        inputs: positional arguments and keywords, of each micro-batch that has rows.
-        count: of micro-batches; those that lack rows get the last row of the batch, which then does not count.
-    """
-
-    def __init__(self, inputs: Sequence[_Arguments], count: int) -> None:
-        rows = [rows_of(each) or 0 for each in inputs]
-        self._size, self._rows = rows[0], [*rows, *[0] * (count - len(rows))]
-        found = [filled(each, number, self._size) for each, number in zip(inputs, rows, strict=True)]
-        self.inputs: list[_Arguments] = [*found, *[found[-1]] * (count - len(rows))]
-        self.learns = False
-        self.outputs: dict[int, Tree] = {}  # in the process with the last part
-        self.losses: list[Tensor] = []  # likewise: what each has added to the batch's loss
-
-    def learn(self, batch: MicroBatches, strategy: TrainingStrategy, scale: float | Tensor) -> None:
-        """Compute the gradients of the batch's loss, times `scale`."""
-        self.learns = True
-        self._batches, self._strategy, self._scale, self._whole = batch.batches, strategy, scale, batch.size
-
-    def kind(self) -> object:
-        """Equal for steps that the same schedule can compute.
-
-        Raises:
-            ConfigurationError: the micro-batches differ in their shapes.
-        """
-        kinds = [tuple((each.shape, each.dtype) for each in tensors_in(inputs)) for inputs in self.inputs]
-        for other in kinds[1:]:
-            if other != kinds[0]:
-                raise ConfigurationError(
-                    f"the parts of a batch differ: one has tensors of {_shapes(kinds[0])}, another of "
-                    f"{_shapes(other)}; pad all rows of a batch to one length",
-                    "Topology",
-                    microbatches=len(kinds),
-                )
-        return self.learns, kinds[0]
-
-    def outputs_of(self, at: int) -> Tree:
-        """The model's outputs for the rows of a micro-batch; they can be asked for once."""
-        return cut(self.outputs.pop(at), self._size, self._rows[at])
-
-    def loss(self, at: int) -> Tensor:
-        """What a micro-batch adds to the batch's loss, which is a mean over all that counts in it."""
-        outputs = self.outputs_of(at)
-        if not self._rows[at]:
-            return _nothing(outputs)
-        batch = self._batches[at]
-        if not (isinstance(batch.size, Tensor) and batch.size.device.type != "cpu") and not batch.size:
-            return _nothing(outputs)  # its mean would be nan; on a device, asking would wait
-        found, _ = split_loss(self._strategy.compute_loss(outputs, batch), self._strategy)
-        loss: Tensor = found * _ratio(batch.size, self._whole, found)
-        self.losses.append(loss.detach())
-        return loss * self._scale
 
 
 class _Stage(nn.Module):
@@ -434,26 +362,3 @@ def _shard(
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _arguments(inputs: Tree) -> _Arguments:
-    """Positional arguments and keywords, as `call` gives them to a model."""
-    found: _Arguments = call(lambda *args, **kwargs: (args, kwargs), inputs)
-    return found
-
-
-def _nothing(outputs: Tree) -> Tensor:
-    """0, with gradients of 0 for all outputs."""
-    return torch.stack([each.nan_to_num().sum() * 0.0 for each in tensors_in(outputs) if each.requires_grad]).sum()
-
-
-def _ratio(size: float | Tensor, whole: float | Tensor, like: Tensor) -> float | Tensor:
-    """In the loss's own dtype: a quotient of counts on a device would be rounded to float32."""
-    if not isinstance(size, Tensor) and not isinstance(whole, Tensor):
-        return size / whole
-    part, total = (torch.as_tensor(each, device=like.device).to(like.dtype) for each in (size, whole))
-    return part / torch.where(total > 0, total, torch.ones_like(total))
-
-
-def _shapes(kind: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(str(tuple(shape)) for shape, _ in kind)

@@ -29,6 +29,7 @@ from pulsetrain.engine.distributed.plans import TensorPlan
 from pulsetrain.engine.distributed.pretrained import fill
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.distributed.shards import point_at, shard_module
+from pulsetrain.engine.distributed.shared_batches import check_batches
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.memory.optimizer_state import ELEMENTWISE, offload_optimizer
@@ -268,10 +269,10 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         scale: float | Tensor,
     ) -> GradientInfo:
         """The first gradients: the processes that compute each layer together need the same batch, and gradients."""
-        from pulsetrain.engine.distributed.tensor_parallel import check_batches, check_gradients
+        from pulsetrain.engine.distributed.tensor_parallel import check_gradients
 
         self._unchecked = None
-        check_batches((batch.inputs, batch.targets), group)
+        check_batches((batch.inputs, batch.targets), group, "tensor")
         found = self.forward_backward(state, batch, strategy, scale)
         check_gradients(state.weights, group)
         return found

@@ -12,7 +12,7 @@ from pulsetrain.engine.argument_checks import check_choice, check_type, is_whole
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Encoder", "Message", "Template", "chatml", "tokenize_chat", "tokenize_prompt"]
+__all__ = ["Encoder", "Message", "Template", "chatml", "encode_prompt", "tokenize_chat", "tokenize_prompt"]
 
 Template = Callable[[str, str], tuple[str, str]]
 """(role, content) -> (text that is never trained on, text that is trained on if the role is)."""
@@ -137,6 +137,38 @@ def tokenize_prompt(
     labels = [IGNORED] * len(given) + learnt
     _require_learnable("tokenize_prompt(completion)", labels, "give the completion some text, or pass end=")
     return {"input_ids": given + learnt, "labels": labels}
+
+
+def encode_prompt(prompt: str | Sequence[Message], tokenizer: Encoder | Callable[[str], object]) -> list[int]:
+    r"""Converts a prompt to tokens that a completion follows: a text, or messages and the header of the answer.
+
+    Messages are written by the tokenizer's chat template, else by `chatml`. A text is encoded alone, without special
+    tokens, as `tokenize_prompt` does.
+
+    >>> bytes(encode_prompt("1+1=", str.encode))
+    b'1+1='
+    >>> bytes(encode_prompt([{"role": "user", "content": "hi"}], str.encode))
+    b'<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
+
+    Args:
+        tokenizer: see `tokenize_chat`.
+
+    Raises:
+        ConfigurationError: the last message is the assistant's, so that nothing is left to answer.
+        TypeError: a message, a text or a tokenizer's result has the wrong type.
+    """
+    place = "encode_prompt"
+    if isinstance(prompt, str):
+        return _encoder(place, tokenizer)(prompt)
+    _check_messages(prompt)
+    if prompt[-1]["role"] == ASSISTANT:
+        raise ConfigurationError(
+            f"{place}(prompt): the last message is the {ASSISTANT}'s; leave it out, or let another one follow"
+        )
+    if getattr(tokenizer, "chat_template", None) and hasattr(tokenizer, "apply_chat_template"):
+        return _apply_chat_template(tokenizer, prompt, add_generation_prompt=True)
+    tokens, _ = _by_segments(prompt, tokenizer, chatml, ())
+    return tokens + _encoder(place, tokenizer)(chatml(ASSISTANT, "")[0])
 
 
 def _by_segments(

@@ -27,8 +27,8 @@ class AgreedPass:
     The pass ends when none has. Until then, a rank whose loader has ended gets a copy of its last batch again, which is
     to count nothing: the others would wait for ever for a rank that leaves a step out.
 
-    How many have another batch costs no call of its own if somebody adds `has_next` up over the ranks with each batch
-    and calls `note`. Otherwise they add it up when the next batch is asked for, as for the first one of a pass.
+    Finding out how many have another batch needs no extra call if the caller adds up `has_next` over the ranks with
+    each batch and calls `note`. Otherwise the ranks add it up when the next batch is asked for, as for the first one.
 
     >>> from pulsetrain.engine.distributed.ranks import Ranks
     >>> list(AgreedPass(ControlGroup(Ranks())).over(iter("abc")))
@@ -54,7 +54,7 @@ class AgreedPass:
         return self._next is not _NONE
 
     def note(self, ranks: float) -> None:
-        """So many ranks have another batch: the sum of their `has_next`, as it was with the batch given last."""
+        """Note how many ranks have another batch: the sum of their `has_next` when the last batch was given."""
         self._having = ranks
 
     def unread(self) -> Sequence[object]:

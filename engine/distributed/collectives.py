@@ -36,7 +36,7 @@ _FINDING = 30.0  # seconds that one rank has to find out what has failed, where 
 
 
 class ControlGroup:
-    """What the ranks agree by. Every rank has to call the same methods in the same order; alone, each returns at once.
+    """How the ranks agree. All call the same methods in the same order; in a single process, each returns at once.
 
     >>> alone = ControlGroup(Ranks())
     >>> alone.sum([1.0, 2.0]), alone.gather("here"), alone.broadcast(3)
@@ -44,10 +44,10 @@ class ControlGroup:
 
     Args:
         ranks: this process and how many there are.
-        group: for the collectives, with `timeout`; None where there is one process.
-        store: that all ranks share.
-        timeout: seconds that a rank may be late.
-        host: the rank with which the store ends; None if it outlives all.
+        group: for the collectives; None where there is one process.
+        store: shared by all ranks.
+        timeout: how many seconds a rank may be late.
+        host: the rank whose process holds the store, which ends with it; None if the store outlives all ranks.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class ControlGroup:
         """The sums over all ranks, in float64: the same bits on every rank.
 
         Args:
-            values: as many on every rank.
-            what: they are for, in an error.
+            values: the same number of them on every rank.
+            what: what they are for, in an error.
         """
         if self._group is None:
             return list(values)
@@ -91,8 +91,8 @@ class ControlGroup:
         Until it has been called, no other collective may begin on this group.
 
         Args:
-            values: as many on every rank, 63 at most.
-            what: they are for, in an error.
+            values: the same number of them on every rank, 63 at most.
+            what: what they are for, in an error.
         """
         if self._group is None:
             return lambda: list(values)
@@ -183,7 +183,7 @@ class ControlGroup:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around what this rank does by itself and may take longer than the timeout: the others wait for it."""
+        """A block of work on this rank alone that may take longer than the timeout: the others wait for it."""
         if self._store is None:
             yield
             return
@@ -205,7 +205,7 @@ class ControlGroup:
 
     @contextmanager
     def alive(self, what: str) -> Iterator[None]:
-        """Around work for which another rank waits by `posted`: a thread gives signs of life."""
+        """A block of work for which another rank waits in `posted`: a thread gives signs of life meanwhile."""
         ended, interval = threading.Event(), look_interval(_BEAT, 1, self.ranks.world_size)
 
         def beat() -> None:

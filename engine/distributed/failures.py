@@ -36,8 +36,8 @@ def look_interval(least: float, requests: int, ranks: int) -> float:
 
     Args:
         least: seconds, with few ranks.
-        requests: of one look.
-        ranks: that look.
+        requests: that a rank makes each time.
+        ranks: how many of them look.
     """
     return max(least, requests * ranks / _STORE_RATE)
 
@@ -67,10 +67,10 @@ class FailureBoard:
     (1, 'ValueError: no data', None)
 
     Args:
-        store: that all ranks share.
+        store: shared by all ranks.
         rank: of this process.
         readers: ranks that have to read an error before this process may end, since the store ends with it.
-        host: the rank with which the store ends; None if it outlives all.
+        host: the rank whose process holds the store; None if the store outlives all ranks.
         ranks: how many there are.
     """
 
@@ -109,7 +109,7 @@ class FailureBoard:
             return True
 
     def beat(self) -> None:
-        """Show that this rank is there; a store that has ended is noted."""
+        """Show that this rank is alive; a store that has ended is noted."""
         if self._is_lost:
             return
         try:
@@ -131,12 +131,12 @@ class FailureBoard:
         )
 
     def leave(self) -> None:
-        """This rank's run has ended: it gives no sign any more."""
+        """This rank's run has ended: it gives no further signs of life."""
         with suppress(RuntimeError):
             self._store.set(self._key(f"{_DONE}{self._rank}"), "")
 
     def beats_of(self, rank: int) -> int | None:
-        """How often a rank has shown that it is there; None if it has left, or has not come yet."""
+        """How often a rank has shown that it is alive; None if it has left, or has not joined yet."""
         if self._is_lost:
             return None
         try:

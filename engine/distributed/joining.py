@@ -40,10 +40,10 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
     A default group that exists is kept, and its settings hold for the gradients. All ranks have to call this.
 
     Args:
-        timeout: seconds until a rank that does not come is named, here and in later collectives of this group.
+        timeout: seconds until a missing rank is named, here and in later collectives of this group.
 
     Raises:
-        PeerFailed: a rank has not come; the message names it.
+        PeerFailed: a rank is missing; the message names it.
         ConfigurationError: the environment does not say where to meet, or the address is in use.
 
     >>> join().is_shared
@@ -85,7 +85,7 @@ def join_alone() -> None:
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Around what one of several processes does by itself, such as saving: the others wait until it is done."""
+    """A block of work, such as saving, that one of several processes does alone: the others wait until it is done."""
     with nullcontext() if _joined is None else _joined[1].busy():
         yield
 

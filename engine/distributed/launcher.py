@@ -29,9 +29,9 @@ class Started(NamedTuple):
 
 
 def started(environment: Mapping[str, str] = os.environ) -> Started:
-    """What the environment says: torchrun's variables count if they are there, else those of a step of several tasks.
+    """What the environment says: torchrun's variables if they are set, else Slurm's, in a step of several tasks.
 
-    A batch script and an interactive shell of Slurm are alone, whatever number of tasks their job has.
+    A batch script or an interactive shell of Slurm is one process, whatever the number of tasks of its job.
 
     >>> started({})
     Started(rank=0, world_size=1, local_rank=0, address='', port=0, by='')

@@ -25,8 +25,8 @@ class DataParallelModule:
     """What a training step calls in place of a module, so that its gradients are averaged over the ranks.
 
     The module itself stays as it is: its names, its state dict and what handlers find. Alone, and where the user has
-    wrapped it, `called` is the module. DistributedDataParallel looks at `requires_grad` when it is made; so it is made
-    again when a handler has frozen or unfrozen a parameter, which has to happen on all ranks alike.
+    wrapped it, `called` is the module. DistributedDataParallel reads `requires_grad` when it is created; so it is
+    created again when a handler has frozen or unfrozen a parameter, which has to happen on all ranks alike.
 
     >>> module = nn.Linear(2, 1)
     >>> DataParallelModule(module).called is module

@@ -14,7 +14,7 @@ _RANKS = 2_500  # up to which a pulse takes a tenth of a second: a sum passes ea
 
 
 class StopRequest(NamedTuple):
-    """That the run ends, as one rank asks."""
+    """The request of one rank that the run ends."""
 
     reason: str
     observed: bool = False  # the moment depends on the clock, a signal or the machine
@@ -24,7 +24,7 @@ class StopRequest(NamedTuple):
 
 
 class SharedFlag:
-    """Any rank may raise it: from the next pulse on it is up in all of them, which take it down alike.
+    """A flag that any rank may raise: from the next pulse on it is up in all ranks, until each takes it down.
 
     >>> from pulsetrain.engine.distributed.ranks import Ranks
     >>> pulse = Pulse(ControlGroup(Ranks()), every=50)
@@ -39,11 +39,11 @@ class SharedFlag:
         self.raised = self.is_up = False  # by this rank since the last pulse, and in all
 
     def raise_it(self) -> None:
-        """Let it be up in all ranks after their next pulse."""
+        """Raise it in all ranks with their next pulse."""
         self.raised = True
 
     def take(self) -> bool:
-        """Whether it is up; it is down then."""
+        """Whether it is up; takes it down."""
         was_up, self.is_up = self.is_up, False
         return was_up
 
@@ -65,8 +65,8 @@ class Pulse:
     Args:
         control: joins the ranks.
         every: iterations between two fixed pulses.
-        within: seconds after which a signal is to have been agreed on, about; longer with more than 2,500 ranks, as a
-            pulse takes longer, too.
+        within: about how many seconds it may take until the ranks agree on a signal; longer with more than 2,500
+            ranks, where a pulse takes longer, too.
         clock: monotonic, in seconds.
     """
 
@@ -92,7 +92,7 @@ class Pulse:
             flag.raised = flag.is_up = False
 
     def flag(self, owner: object) -> SharedFlag:
-        """The owner's flag, which the pulses carry; every rank has to make the same ones, in the same order."""
+        """The owner's flag, which the pulses carry; every rank has to create the same flags, in the same order."""
         return self._flags.setdefault(id(owner), (owner, SharedFlag()))[1]
 
     def ask(self, reason: str, *, observed: bool = False, signal: str = "", skip_completed: bool = False) -> None:
@@ -116,11 +116,11 @@ class Pulse:
 
         Args:
             iteration: the last one.
-            fixed: whether this is a fixed point, so that requests count which are not observed.
+            fixed: whether this is a fixed point, at which requests count that are not observed.
             values: further numbers to add up.
 
         Returns:
-            What the run ends for, and the sums of the values; the same on every rank.
+            Why the run ends, or None, and the sums of the values; the same on every rank.
         """
         now, asked = self._clock(), self._asked
         done = iteration - self._at

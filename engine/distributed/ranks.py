@@ -57,7 +57,7 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class DataRank:
-    """This process among those that train different samples: several may compute the same ones together."""
+    """This process among those that train on different samples: several may compute the same ones together."""
 
     rank: int = 0
     count: int = 1
@@ -89,7 +89,7 @@ def ranks() -> Ranks:
 def check_shared(
     place: str, model: object, loader: object = None, *, wraps: bool = False, shares: int | None = None
 ) -> None:
-    """Refuse a model of which each process would train its own copy, or save its own part, and data not to be shared.
+    """Refuse a model of which each process would train or save its own copy or part, and data that cannot be shared.
 
     Args:
         place: the class that was given the model, for the message.

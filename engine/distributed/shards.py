@@ -104,7 +104,7 @@ def _dimension_of_shards(count: int, parameter: nn.Parameter) -> Any:
 
 
 def point_at(optimizer: torch.optim.Optimizer, parameters: Mapping[Tensor, Tensor]) -> None:
-    """Let an optimizer that was made over whole parameters update their shards.
+    """Make an optimizer that was created with whole parameters update their shards.
 
     Args:
         optimizer: without any state yet.

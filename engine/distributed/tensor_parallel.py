@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.blocks import held_blocks
+from pulsetrain.engine.distributed.placements import shard_of
 from pulsetrain.engine.distributed.topology import TENSOR
 from pulsetrain.engine.errors import ConfigurationError
 
@@ -32,7 +31,6 @@ __all__ = [
     "Rowwise",
     "SequencePlain",
     "SequenceSplit",
-    "check_batches",
     "check_gradients",
     "group_of",
     "parallelize",
@@ -163,23 +161,6 @@ def group_of(module: nn.Module) -> ProcessGroup | None:
     return None if mesh is None else mesh.get_group(TENSOR)
 
 
-def check_batches(batch: object, group: ProcessGroup) -> None:
-    """Refuse processes that compute each layer together, and were given different batches; they all call this.
-
-    Raises:
-        ConfigurationError: they were.
-    """
-    tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
-    if not _are_alike([[each.double().sum().item() for each in tensors]], group):
-        raise ConfigurationError(
-            "processes that compute each layer together need the same batches, and got different ones; leave the "
-            "sampler of the DataLoader out, or make it DistributedSampler(dataset, copies, copy), by the number of the "
-            "copies of the model and that of the process's own; a loader of your own has to give them the same",
-            "Topology",
-            tensor=group.size(),
-        )
-
-
 def check_gradients(module: nn.Module, group: ProcessGroup) -> None:
     """Refuse a parameter that is not split, and has other gradients in each process; they all call this.
 
@@ -210,16 +191,12 @@ def _is_split(parameter: Tensor) -> bool:
     return TENSOR in names and not parameter.placements[names.index(TENSOR)].is_replicate()
 
 
-def _are_alike(numbers: list[list[float]], group: ProcessGroup) -> bool:
-    return all(_alike(numbers, group))
-
-
 def _alike(numbers: list[list[float]], group: ProcessGroup) -> list[bool]:
     """Of each row of numbers, whether it is the same in all processes, but for rounding."""
     everyone: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(everyone, numbers, group=group)
     if any(list(map(len, each)) != list(map(len, numbers)) for each in everyone):
-        return [False] * max(len(numbers), 1)
+        return [False] * len(numbers)
     return [
         all(
             a == b or (a != a and b != b) or abs(a - b) <= 1e-3 * max(map(abs, (*mine, *theirs)))
@@ -253,15 +230,7 @@ def _is_transposed(module: nn.Module) -> bool:
 def _place(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
     """Keep of each parameter what this process holds."""
     for name, whole in list(module.named_parameters(recurse=False)):
-        at = [placements[name]]
-        mine = held_blocks(whole.shape, mesh.shape, mesh.get_coordinate() or (), at)
-        part = torch.empty(mine.shape, dtype=whole.dtype, device=whole.device)
-        for offset, start, shape in mine.blocks:
-            theirs = tuple(slice(each, each + size) for each, size in zip(offset, shape, strict=True))
-            part[tuple(slice(each, each + size) for each, size in zip(start, shape, strict=True))] = whole.detach()[
-                theirs
-            ]
-        made = DTensor.from_local(part, mesh, at, run_check=False, shape=whole.shape, stride=whole.stride())
+        made = shard_of(whole.detach(), mesh, [placements[name]], whole.stride(), whole.device)
         module.register_parameter(name, nn.Parameter(made, requires_grad=whole.requires_grad))
 
 

@@ -38,11 +38,12 @@ class Topology:
         sequence_parallel: with `tensor`, what lies between those layers is split along the sequence.
         pipeline: processes that have a part of the layers each (pipeline parallelism).
         schedule: of the pipeline, "1f1b", "gpipe", or "interleaved", where each process has two parts of the layers.
-        microbatches: parts of each batch that are in the pipeline one after the other; by default two a process.
+        microbatches: parts of each batch, which pass through the pipeline one after another; by default two for each
+            process.
         blocks: the path of the model's list of layers, as "model.layers"; by default the one that its `pipeline_plan`
             names.
-        param_dtype: sharded models compute in this type, "bfloat16" or "float16", and keep their weights in the one
-            that they have; None: in that one.
+        param_dtype: sharded models compute in this type, "bfloat16" or "float16", and keep their weights in their own;
+            None: they compute in their own, too.
         reduce_dtype: the type in which sharded gradients are averaged; None: the type they have.
         offload: keep the shards in the memory of the host.
         virtual: with `reduction="tree"`, into how many shares each global batch is divided, on any number of processes;
@@ -51,8 +52,8 @@ class Topology:
             have the same bits on 1, 2, 4 ... `virtual` processes.
 
     Raises:
-        ConfigurationError: a number is neither positive nor -1, both are -1, a type is unknown, or `virtual` does not
-            go with the others.
+        ConfigurationError: a number is neither positive nor -1, both are -1, a type is unknown, or two arguments
+            cannot be combined.
 
     >>> Topology(shard=2).sizes(8), Topology().sizes(8), Topology(shard=2, tensor=2).sizes(8)
     ((4, 2), (8, 1), (2, 2))
@@ -128,7 +129,7 @@ class Topology:
 
     @property
     def parts_of_batch(self) -> int:
-        """How many parts of each batch are in the pipeline one after the other."""
+        """How many parts of each batch pass through the pipeline one after another."""
         return 2 * self.pipeline if self.microbatches is None else self.microbatches
 
     @property

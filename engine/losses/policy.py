@@ -6,15 +6,17 @@ import math
 from types import ModuleType
 
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.arrays import Array, at_least_float32, misshapen, namespace
+from pulsetrain.engine.arrays import Array, at_least_float32, misshapen, namespace, stop_gradient
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses.masks import check_mask, check_same_shapes, constant, mean_of, zero_outside
 from pulsetrain.engine.losses.shapes import require
 
-__all__ = ["clip_fraction", "grpo_loss", "kl_estimate", "ppo_policy_loss", "ppo_value_loss"]
+__all__ = ["clip_fraction", "grpo_loss", "kl_estimate", "mean_over_replies", "ppo_policy_loss", "ppo_value_loss"]
 
 _ESTIMATORS = ("k1", "k2", "k3")
 _NORMALIZATIONS = ("sequence_mean", "token_mean", "dr_grpo")
+_RATIOS = ("token", "sequence", "product")
+_OBJECTIVES = ("clip", "cispo")
 
 
 def ppo_policy_loss(
@@ -158,15 +160,27 @@ def grpo_loss(
     max_length: int | None = None,
     reference_log_probs: Array | None = None,
     kl_coef: float = 0.0,
+    *,
+    ratio: str = "token",
+    objective: str = "clip",
 ) -> Array:
-    """Group relative policy optimisation: PPO's clipped objective per token, with the advantage of the token's reply.
+    """Group relative policy optimisation and its family: a loss per token, with the advantage of the token's reply.
 
-    The loss of a token is `max(-A r, -A clip(r)) + kl_coef * KL`, with the k3 estimate of KL(policy || reference).
-    The normalization reduces it to a scalar:
+    The ratio r says how much likelier a token has become since it was sampled:
 
-    - "sequence_mean": the mean over replies of the mean over their tokens (Shao et al. 2024, eq. 3);
-    - "token_mean": the mean over all tokens, so long replies weigh more (Yu et al. 2025);
-    - "dr_grpo": the sum divided by batch times max_length, which favours no length (Liu et al. 2025).
+    - "token": its own, `exp(log_probs - old_log_probs)` (Shao et al. 2024);
+    - "sequence": the geometric mean of the ratios of its reply's tokens (GSPO: Zheng et al. 2025, eq. 7);
+    - "product": their product, the ratio of the whole reply as one action (RLOO: Ahmadian et al. 2024). It moves
+      quickly with the length of a reply.
+
+    The objective makes the loss of a token, to which `kl_coef * KL` is added, with the k3 estimate of
+    KL(policy || reference):
+
+    - "clip": `max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range_high))`, as of `ppo_policy_loss`;
+    - "cispo": `-A min(r, 1 + clip_range_high) log_probs`, where the weight has no gradient: a token whose ratio is
+      clipped is still learnt from (Chen et al. 2025, eq. 4). There is no lower bound.
+
+    `mean_over_replies` reduces the losses to a scalar by the normalization.
 
     >>> import torch
     >>> log_probs, mask = torch.full((2, 3), -1.0), torch.tensor([[True, True, True], [True, False, False]])
@@ -175,6 +189,9 @@ def grpo_loss(
     tensor(0.5000)
     >>> grpo_loss(log_probs, log_probs, advantages, mask, normalization="token_mean")  # mean of -1, -1, -1 and 2
     tensor(-0.2500)
+    >>> old = log_probs - torch.tensor([[0.3, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    >>> grpo_loss(log_probs, old, advantages, mask, ratio="sequence")  # mean of -exp(0.1) and 2
+    tensor(0.4474)
 
     Args:
         log_probs: log-probabilities of the tokens of each reply, shape (batch, length), nats.
@@ -182,7 +199,9 @@ def grpo_loss(
         advantages: one per reply, shape (batch,); see `grpo_advantages`.
         mask: true where a token belongs to the reply, shape (batch, length); values elsewhere are ignored and may be
             nan.
+        clip_range: how far the ratio may fall; unused by "cispo".
         clip_range_high: how far the ratio may rise; None means clip_range.
+        normalization: "sequence_mean", "token_mean" or "dr_grpo", see `mean_over_replies`.
         max_length: the longest reply that could have been sampled, in tokens; required by "dr_grpo".
         reference_log_probs: the same under the reference model, same shape; required by a kl_coef above 0.
 
@@ -196,12 +215,10 @@ def grpo_loss(
     """
     place = "grpo_loss"
     low, high = _ranges(place, clip_range, clip_range_high)
-    check_choice(place, "normalization", normalization, _NORMALIZATIONS)
+    check_choice(place, "ratio", ratio, _RATIOS)
+    check_choice(place, "objective", objective, _OBJECTIVES)
+    _check_normalization(place, normalization, max_length)
     _check_range(place, "kl_coef", kl_coef)
-    if normalization == "dr_grpo" and max_length is None:
-        raise ConfigurationError("needs max_length, the longest possible reply", place, normalization=normalization)
-    if max_length is not None:
-        require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
     if kl_coef and reference_log_probs is None:
         raise ConfigurationError("needs reference_log_probs; pass them, or kl_coef=0.0", place, kl_coef=kl_coef)
     namespace(log_probs, advantages, place=place)  # arrays
@@ -210,18 +227,53 @@ def grpo_loss(
         raise misshapen(place, needs, log_probs=log_probs, advantages=advantages)
     xp = _checked(place, log_probs, old_log_probs, advantages, mask, reference_log_probs)
     advantage = zero_outside(xp.broadcast_to(constant(advantages)[:, None], tuple(log_probs.shape)), mask)
-    losses = _surrogate(_log_ratio(log_probs, old_log_probs, mask), advantage, low, high)
+    log_ratio = _of_reply(_log_ratio(log_probs, old_log_probs, mask), mask, ratio)
+    policy = zero_outside(at_least_float32(log_probs), mask)
+    if objective == "cispo":
+        most = _log(1 + high)
+        weight = stop_gradient(xp.exp(xp.where(log_ratio > most, most, log_ratio)))
+        losses = -advantage * weight * policy
+    else:
+        losses = _surrogate(log_ratio, advantage, low, high)
     if kl_coef:
-        policy = zero_outside(at_least_float32(log_probs), mask)
         losses = losses + float(kl_coef) * kl_estimate(policy, zero_outside(constant(reference_log_probs), mask), "k3")
-    if normalization == "dr_grpo" and max_length is not None:
-        return xp.sum(losses) / (log_probs.shape[0] * float(max_length))
-    count = xp.astype(mask, losses.dtype)
-    if normalization == "token_mean":
-        total = xp.sum(count)
-        return xp.sum(losses) / xp.where(total > 0, total, 1.0)
-    count = xp.sum(count, axis=-1)
-    return xp.mean(xp.sum(losses, axis=-1) / xp.where(count > 0, count, 1.0))
+    return _reduced(losses, mask, normalization, max_length)
+
+
+def mean_over_replies(
+    values: Array, mask: Array, normalization: str = "sequence_mean", max_length: int | None = None
+) -> Array:
+    """A scalar from a value per token of several replies.
+
+    - "sequence_mean": the mean over replies of the mean over their tokens (Shao et al. 2024, eq. 3);
+    - "token_mean": the mean over all tokens, so long replies weigh more (Yu et al. 2025);
+    - "dr_grpo": the sum divided by batch times max_length, which favours no length (Liu et al. 2025).
+
+    >>> import torch
+    >>> values, mask = torch.tensor([[1.0, 3.0], [4.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+    >>> mean_over_replies(values, mask), mean_over_replies(values, mask, "dr_grpo", max_length=4)
+    (tensor(3.), tensor(1.))
+
+    Args:
+        values: shape (batch, length).
+        mask: true where a token belongs to a reply, same shape; values elsewhere are ignored and may be nan.
+        max_length: the longest reply that could have been sampled, in tokens; required by "dr_grpo".
+
+    Returns:
+        Scalar, in float32 at least; a reply without tokens adds 0.
+
+    Raises:
+        ConfigurationError: the normalization is unknown, or max_length is out of range or missing.
+        ValueError: the shapes do not fit.
+        TypeError: the mask is not boolean.
+    """
+    place = "mean_over_replies"
+    _check_normalization(place, normalization, max_length)
+    namespace(values, mask, place=place)
+    if values.ndim != 2:
+        raise misshapen(place, "needs values (batch, length)", values=values)
+    check_mask(place, "values", values, mask)
+    return _reduced(zero_outside(at_least_float32(values), mask), mask, normalization, max_length)
 
 
 def clip_fraction(
@@ -230,10 +282,13 @@ def clip_fraction(
     clip_range: float,
     mask: Array | None = None,
     clip_range_high: float | None = None,
+    *,
+    ratio: str = "token",
 ) -> Array:
     """The share of the ratios `exp(log_probs - old_log_probs)` outside 1 - clip_range .. 1 + clip_range_high.
 
-    Arguments and errors are those of `ppo_policy_loss`; it too is nan if the mask is nowhere true.
+    Arguments and errors are those of `ppo_policy_loss`; it too is nan if the mask is nowhere true. With a `ratio` of
+    "sequence" or "product", each token counts with the ratio of its reply, see `grpo_loss`.
 
     >>> import torch
     >>> clip_fraction(torch.tensor([-1.0, -1.1, -2.0, -1.0]), torch.full((4,), -1.0), clip_range=0.2)
@@ -244,8 +299,11 @@ def clip_fraction(
     """
     place = "clip_fraction"
     low, high = _ranges(place, clip_range, clip_range_high)
+    check_choice(place, "ratio", ratio, _RATIOS)
     xp = _checked(place, log_probs, old_log_probs, None, mask)
-    log_ratio = constant(_log_ratio(log_probs, old_log_probs, mask))
+    if ratio != "token" and not log_probs.ndim:
+        raise misshapen(place, "needs log_probs (batch, length)", log_probs=log_probs)
+    log_ratio = constant(_of_reply(_log_ratio(log_probs, old_log_probs, mask), mask, ratio))
     outside = (log_ratio > _log(1 + high)) | (log_ratio < _log(1 - low))
     return mean_of(xp.astype(outside, log_ratio.dtype), mask)
 
@@ -264,11 +322,45 @@ def _log_ratio(log_probs: Array, old_log_probs: Array, mask: Array | None) -> Ar
     return zero_outside(at_least_float32(log_probs), mask) - zero_outside(constant(old_log_probs), mask)
 
 
+def _of_reply(log_ratio: Array, mask: Array | None, ratio: str) -> Array:
+    """The log ratio that each token counts with: its own, or that of its reply, the last dimension; 0 outside."""
+    if ratio == "token":
+        return log_ratio
+    xp = namespace(log_ratio)
+    total = xp.sum(log_ratio, axis=-1, keepdims=True)
+    if ratio == "sequence":
+        tokens = xp.ones_like(log_ratio) if mask is None else xp.astype(mask, log_ratio.dtype)
+        count = xp.sum(tokens, axis=-1, keepdims=True)
+        total = total / xp.where(count > 0, count, 1.0)
+    return zero_outside(xp.broadcast_to(total, tuple(log_ratio.shape)), mask)
+
+
+def _reduced(values: Array, mask: Array, normalization: str, max_length: int | None) -> Array:
+    """See `mean_over_replies`; the values are 0 outside the mask."""
+    xp = namespace(values)
+    if normalization == "dr_grpo" and max_length is not None:
+        return xp.sum(values) / (values.shape[0] * float(max_length))
+    count = xp.astype(mask, values.dtype)
+    if normalization == "token_mean":
+        total = xp.sum(count)
+        return xp.sum(values) / xp.where(total > 0, total, 1.0)
+    count = xp.sum(count, axis=-1)
+    return xp.mean(xp.sum(values, axis=-1) / xp.where(count > 0, count, 1.0))
+
+
+def _check_normalization(place: str, normalization: str, max_length: int | None) -> None:
+    check_choice(place, "normalization", normalization, _NORMALIZATIONS)
+    if normalization == "dr_grpo" and max_length is None:
+        raise ConfigurationError("needs max_length, the longest possible reply", place, normalization=normalization)
+    if max_length is not None:
+        require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
+
+
 def _surrogate(log_ratio: Array, advantages: Array, low: float, high: float) -> Array:
     """`max(-A r, -A clip(r))` of each."""
     xp = namespace(log_ratio, advantages)
     # decided before `exp`: if it overflows, the gradient of a clipped ratio would be 0 times inf
-    above = (advantages > 0) & (log_ratio > _log(1 + high))
+    above = (advantages >= 0) & (log_ratio > _log(1 + high))  # without an advantage too: 0 times inf is nan
     below = (advantages < 0) & (log_ratio < _log(1 - low))
     free = xp.exp(xp.where(above | below, 0.0, log_ratio))
     return -advantages * xp.where(above, 1 + high, xp.where(below, 1 - low, free))

@@ -49,7 +49,7 @@ class _Moved(NamedTuple):
 
 
 def offload_activations(model: nn.Module, setting: ActivationOffload) -> AbstractContextManager[Any]:
-    """A context for the forward pass and the loss, in which the activations of a model are moved.
+    """A context for the forward pass and the loss, in which the activations of a model are kept elsewhere.
 
     >>> model, inputs = nn.Linear(2, 1), torch.ones(3, 2)
     >>> with offload_activations(model, ActivationOffload(min_bytes=0)):

@@ -91,13 +91,13 @@ def recompute_activations(model: nn.Module, setting: str | ActivationCheckpointi
     Outputs, gradients, random draws (dropout) and running statistics stay the same bit for bit.
 
     Args:
-        setting: the names of modules alone, or with what they keep; None for no module.
+        setting: the names of modules, alone or with what they keep; None for no module.
 
     Returns:
         The names of the modules.
 
     Raises:
-        ConfigurationError: no module has such a name, or no operator one of those to keep.
+        ConfigurationError: no module has such a name, or no operator has one of the names to keep.
 
     >>> recompute_activations(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")
     ['0', '1']

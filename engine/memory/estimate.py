@@ -62,7 +62,7 @@ class MemoryUse:
 
 
 def estimate(setup: Setup) -> MemoryUse:
-    """What an update of the run needs, the first ones and the later ones, without allocating it.
+    """What the first and the later updates of a run need, without allocating it.
 
     The same code runs as in training, over tensors without values. Where the model reads a value, 0.0, 1 or False is
     assumed.
@@ -106,7 +106,7 @@ def _silent() -> Iterator[None]:
 
 
 def measure(setup: Setup) -> MemoryUse:
-    """The same of updates that are computed; they change the model and the optimizer."""
+    """The same, measured over updates that are computed; they change the model and the optimizer."""
     use = _record(setup, None)
     return MemoryUse(phases=use.phases, saved=use.saved, allocated=_allocated(setup))
 
@@ -169,7 +169,7 @@ def _allocated(setup: Setup) -> int | None:
 
 
 def peak_allocated(call: Callable[[], object]) -> int:
-    """By how much torch's allocator for the CPU held more bytes at most than before the call."""
+    """The most bytes that torch's allocator for the CPU held during the call, beyond those held before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What kernels allocate for themselves while they compute, as far as it is known: convolutions on the CPU."""
+"""What kernels allocate for themselves while they compute, where it is known: convolutions on the CPU."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class LiveTensors(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: nn.Module, optimizer: Optimizer, strategy: object = None) -> Iterator[None]:
-        """Count what the block does with the model, its optimizer and the strategy."""
+        """Count the tensors that the block makes with the model, its optimizer and the strategy."""
         self.mark_state(model, optimizer, strategy)
         hooks: list[Any] = []
         for name, module in model.named_modules():

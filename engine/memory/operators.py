@@ -1,4 +1,4 @@
-"""Torch's operators by name, as far as activation checkpointing can keep what they return."""
+"""Torch's operators by name, if activation checkpointing can keep what they return."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ _CHANCES = ("dropout_p", "p")  # the arguments with the rate of a dropout: with 
 
 
 @cache
-def operators_of(names: tuple[str, ...], place: str = "ActivationCheckpointing") -> frozenset[OpOverload]:
+def operators_of(names: tuple[str, ...]) -> frozenset[OpOverload]:
     """The operators with these names, in all their overloads that leave their arguments unchanged.
 
     Args:
         names: "mm", "aten.mm" or "aten.mm.default"; another library's with its namespace. "matmul" means those of
             matrix products, "sdpa" those of scaled dot-product attention.
-        place: for errors.
 
     Raises:
         ConfigurationError: there is no such operator; the message has the nearest names.
@@ -48,7 +47,7 @@ def operators_of(names: tuple[str, ...], place: str = "ActivationCheckpointing")
             namespace, operator, *overload = parts if len(parts) > 1 else ["aten", *parts]
             overloads, rule = _keepable(namespace, operator, overload)
             if not overloads:
-                raise ConfigurationError(f"{rule}{_near(namespace, operator)}", place, keep=name)
+                raise ConfigurationError(f"{rule}{_near(namespace, operator)}", "ActivationCheckpointing", keep=name)
             found.update(overloads)
     return frozenset(found)
 

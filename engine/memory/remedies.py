@@ -1,4 +1,4 @@
-"""What makes a run fit into less memory, each with the peak that it would have."""
+"""Changes that make a run fit into less memory, each with the peak that it would have."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Remedy:
     """A change of a run.
 
     Args:
-        what: in words.
-        peak: with it, in bytes.
-        fits: whether that is available.
-        rows: of each batch, where it is smaller.
+        what: the change in words.
+        peak: of the changed run, in bytes.
+        fits: whether as much is available.
+        rows: of each batch, if the change makes it smaller.
         settings: of the configuration, by their dotted names.
     """
 
@@ -42,12 +42,12 @@ class Remedy:
 
 
 def remedies(setup: Setup, use: MemoryUse, available: int) -> Iterator[Remedy]:
-    """The changes that need less memory than `use`, those that cost least first; each is estimated when asked for.
+    """The changes that need less memory than `use`, the cheapest first; each is estimated when it is asked for.
 
     If no single one fits, they are tried together. Last comes another number of processes.
 
     Args:
-        setup: without values, or else it is copied without them.
+        setup: if it has values, it is copied without them.
         use: its estimate.
         available: the bytes to fit into.
     """

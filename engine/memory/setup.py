@@ -1,4 +1,4 @@
-"""What the memory of a run depends on, and the same without values, so that nothing is allocated."""
+"""What the memory of a run depends on, also as tensors without values, for which nothing is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # other kinds know themselves how th
 
 
 class SettledBackend(InPlaceBackend, Protocol):
-    """A backend in place that shows its settings, as TorchBackend does."""
+    """A backend that trains in place and shows its settings, as TorchBackend does."""
 
     settings: BackendSettings
     """What it was configured with, and what its constructor was given in place of that."""
@@ -35,9 +35,9 @@ class Setup:
     """The parts of a run that need memory.
 
     Args:
-        model: on the backend's device, or anywhere without values.
+        model: on the backend's device, or on any device if it has no values.
         optimizer: over the model's parameters.
-        strategy: has one loss.
+        strategy: one with a single loss.
         backend: computes in place.
         batch: as the loader gives it.
         accumulate: batches per update.
@@ -62,7 +62,7 @@ class Setup:
             )
 
     def with_settings(self, **changes: Any) -> Setup:
-        """The same with other settings of the backend; its activation checkpointing has to be applied as well."""
+        """The same with other settings of the backend; activation checkpointing has to be applied separately."""
         backend = type(self.backend)()
         backend.configure(replace(self.backend.settings, **changes))
         return replace(self, backend=backend)

@@ -27,7 +27,7 @@ _AROUND = 1 << 20
 
 
 class StateMemory(Protocol):
-    """Makes tensors for the states of parameters, in the order in which an update uses them."""
+    """Makes tensors for the optimizer state of parameters, in the order in which an update uses them."""
 
     def reserve(self, wanted: Sequence[Mapping[str, Tensor]]) -> list[Slots]:
         """Tensors for parameters: for each, like those given, on the CPU.
@@ -37,7 +37,7 @@ class StateMemory(Protocol):
         """
 
     def release(self, slots: Sequence[Slots] | None = None) -> None:
-        """These slots, or all, are not used for now: they may leave the process's memory."""
+        """These slots, or all, are not in use: they may leave the process's memory."""
 
 
 class HostState:
@@ -66,7 +66,7 @@ class MappedState:
     Their room is reserved beforehand: writing to a mapped file on a full disk would end the process by SIGBUS.
 
     Args:
-        folder: where; it is made if it is missing.
+        folder: where to make them; it is created if it is missing.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -45,6 +45,8 @@ class PolicyTrainer(Protocol):
 
     def fire(self, event: Events, payload: object = None) -> object: ...
 
+    def hears(self, event: Events) -> bool: ...
+
     def add_event_handler(self, event: Events, handler: Callable[..., object], *, phase: Phase) -> object: ...
 
 
@@ -80,6 +82,7 @@ class Rollouts:
 
     fires_rollouts = True
     shares_ranks = False  # whether several processes share a rollout out
+    judges_policy = False  # whether it can be a validation set, with `attach_for_validation` and `evaluate_policy`
 
     def __init__(self) -> None:
         self._trainer: PolicyTrainer | None = None
@@ -133,6 +136,12 @@ class Rollouts:
         Raises:
             ConfigurationError: the strategy does not learn from rollouts, or a rollout does not make whole batches.
         """
+        self._adopt(trainer, self._check_and_begin)
+        self.seed = trainer.seed
+        trainer.add_event_handler(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
+
+    def _adopt(self, trainer: PolicyTrainer, begin: Callable[[PolicyTrainer], None]) -> None:
         name, strategy = type(self).__name__, trainer.strategy
         if not isinstance(strategy, PolicyStrategy):
             raise ConfigurationError(
@@ -144,14 +153,14 @@ class Rollouts:
         before, self._trainer = self._trainer, trainer
         self.sharing = SharedRollout(trainer.backend.data_rank)
         try:
-            self._check(strategy)
-            self.begin(trainer)
+            begin(trainer)
         except Exception:
             self._trainer = before  # this trainer was not created, so another one may use these rollouts
             raise
-        self.seed = trainer.seed
-        trainer.add_event_handler(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
+
+    def _check_and_begin(self, trainer: PolicyTrainer) -> None:
+        self._check(trainer.strategy)
+        self.begin(trainer)
 
     def _check(self, strategy: PolicyStrategy) -> None:
         size = strategy.minibatch_size

@@ -1,10 +1,12 @@
-"""Rollouts of a language model: completions of prompts, and their rewards from a function."""
+"""Rollouts of a language model: completions of prompts, and their rewards from functions."""
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +15,19 @@ from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
 from pulsetrain.engine.distributed.ranks import is_sharded
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused, shortened
+from pulsetrain.engine.errors import ConfigurationError, refused
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
+from pulsetrain.engine.rollouts.prompts import decoder_of, read_prompts
+from pulsetrain.engine.rollouts.rewards import Reward, Rewards, Weights
 from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
 from pulsetrain.engine.strategies.language import values_of
 
 __all__ = ["Reward", "TextRollouts"]
 
-Reward = Callable[[list[list[int]], list[list[int]]], Sequence[float]]
-"""`reward(prompts, completions)`, both as token ids: one number for each text."""
-
 _SCORED = 64  # texts that are scored at a time
+_SHOWN = 1000  # characters of a prompt or a completion in the log
 
 
 class TextRollouts(Rollouts):
@@ -34,9 +38,19 @@ class TextRollouts(Rollouts):
     temperature, end_token)` draws its texts itself, a Hugging Face model uses `generate`, and any other model is called
     once per token.
 
-    ROLLOUT_COMPLETED reports "rollout/reward", "rollout/reward_std", "rollout/length" in tokens, "rollout/ended" (the
-    share of texts with an end token), and with a reference "rollout/reference_kl" in nats per token. Where the strategy
-    trains in one pass, POLICY_UPDATED reports the latter.
+    Reward functions get prompts and completions as token ids; with a tokenizer, as texts, or as messages where the
+    prompts are. The end token is not part of a text or a message. How they are called: see
+    `pulsetrain.engine.rollouts.rewards.Rewards`.
+
+    ROLLOUT_COMPLETED reports "rollout/reward", "rollout/reward_std", of several functions also "rollout/reward/NAME"
+    and "rollout/reward_std/NAME"; "rollout/length" in tokens and "rollout/length_min" and "rollout/length_max"; with
+    an end token "rollout/ended" and "rollout/truncated" (the shares of texts with and without it); of groups
+    "rollout/zero_variance_groups" (the share of those whose rewards are equal, from which nothing is learnt); and with
+    a reference "rollout/reference_kl" in nats per token. Where the strategy trains in one pass, POLICY_UPDATED reports
+    the latter.
+
+    As the Trainer's val_loader it evaluates the policy on its prompts: one completion for each, drawn with the same
+    random numbers in every validation. The metrics are "val/reward" and so on.
 
     >>> def shortness(prompts, completions):
     ...     return [-float(len(completion)) for completion in completions]
@@ -45,42 +59,52 @@ class TextRollouts(Rollouts):
     [-2.0]
 
     Args:
-        prompts: token ids of each prompt.
-        reward: called with all prompts of a rollout and their completions; returns one number for each.
+        prompts: token ids of each prompt; with a tokenizer also texts, or lists of messages. Or mappings with one of
+            these as "prompt"; their other fields, such as "answer", are given to the reward functions that name them.
+        reward: a function of prompts and completions, a list of functions, or a mapping name -> function. A function
+            returns a number for each text, or None where it does not apply; it may be asynchronous.
+        reward_weights: of several functions, in their order or by name; the reward of a text is the weighted sum of
+            those that apply to it. None gives each 1.0.
+        tokenizer: has encode and decode, as those of Hugging Face.
         max_new_tokens: the largest number of tokens of a completion.
-        prompts_per_rollout: the number of prompts in a rollout.
+        prompts_per_rollout: the number of prompts in a rollout; in a validation, of those drawn for at a time.
         end_token: ends a text and is part of it; None makes all completions max_new_tokens long.
         pad_token: fills rows after the end of a text.
         pad_to: a fixed length for all rows, for backends that compile per shape; None uses the longest text.
         sampler: draws texts instead of the model.
+        log_completions: how many completions of each rollout or validation are published by MEDIA_LOGGED, with prompt
+            and rewards, in at most 1000 characters each; loggers, the recorder and the report show them.
 
     Raises:
-        ConfigurationError: there is no prompt, a prompt is empty, or a number is out of range.
+        ConfigurationError: there is no prompt, a prompt is empty, a number is out of range, or the functions do not fit
+            the columns.
     """
 
     def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
-        reward: Reward,
+        prompts: Sequence[Any],
+        reward: Reward | Sequence[Reward] | Mapping[str, Reward],
         *,
+        reward_weights: Weights | None = None,
+        tokenizer: object = None,
         max_new_tokens: int = 64,
         prompts_per_rollout: int = 8,
         end_token: int | None = None,
         pad_token: int = 0,
         pad_to: int | None = None,
         sampler: Sampler | None = None,
+        log_completions: int = 0,
     ) -> None:
-        self.prompts = _token_numbers(prompts)
+        self._decode = None if tokenizer is None else decoder_of("TextRollouts", tokenizer)
+        self._asked = read_prompts("TextRollouts", prompts, tokenizer, self._decode)
+        self.prompts = self._asked.tokens
         for name, value in (("max_new_tokens", max_new_tokens), ("prompts_per_rollout", prompts_per_rollout)):
             check_whole_number("TextRollouts", name, value)
-        empty = [index for index, prompt in enumerate(self.prompts) if not prompt]
-        if empty or not self.prompts:
-            given: dict[str, object] = {f"prompts[{empty[0]}]" if empty else "prompts": []}
-            raise ConfigurationError("needs token ids; a text starts with at least one", "TextRollouts", **given)
         longest = max(map(len, self.prompts)) + max_new_tokens
         check_whole_number("TextRollouts", "end_token", end_token, at_least=0, or_none=True)
         check_whole_number("TextRollouts", "pad_token", pad_token, at_least=0)
         check_whole_number("TextRollouts", "pad_to", pad_to, at_least=0, or_none=True)
+        check_whole_number("TextRollouts", "log_completions", log_completions, at_least=0)
         needs = "a function of prompts and a number of tokens"
         check_type("TextRollouts", "sampler", sampler, Callable | None, needs)
         if pad_to is not None and pad_to < longest:
@@ -90,35 +114,29 @@ class TextRollouts(Rollouts):
                 "TextRollouts",
                 pad_to=pad_to,
             )
-        check_type("TextRollouts", "reward", reward, Callable, "a function of prompts and completions")
+        self._rewards = Rewards(reward, reward_weights, self._asked.columns)
         self.reward, self.max_new_tokens, self.prompts_per_rollout = reward, max_new_tokens, prompts_per_rollout
         self.end_token, self.pad_token, self.pad_to = end_token, pad_token, pad_to
+        self.log_completions = log_completions
         self._sampler, self._longest = sampler, longest
         super().__init__()
 
-    shares_ranks = True
+    shares_ranks = judges_policy = True
 
     @property
     def rows(self) -> int:
         return self.prompts_per_rollout * self.strategy.group_size
 
     def begin(self, trainer: PolicyTrainer) -> None:
-        context = trainer.strategy.context
-        if context is not None and self.pad_to is not None and self.pad_to > context + 1:
-            rule = f"rows are longer than the model's context of {context} plus the token that follows"
-            raise refused(self, f"{rule}; pass at most pad_to={context + 1}", "pad_to")
-        if context is not None and self._longest > context + 1:
-            rule = (
-                f"with the longest prompt a text has {self._longest} tokens, more than the model's context of "
-                f"{context} plus the one that follows; cut the prompts, or pass a smaller max_new_tokens"
-            )
-            raise refused(self, rule, "max_new_tokens")
         strategy = trainer.strategy
         most = getattr(strategy, "max_length", None)
         if most is not None and most < self.max_new_tokens:
             needed = self.max_new_tokens
             rule = f"a text may have max_new_tokens={needed}; pass at least max_length={needed}"
             raise refused(strategy, rule, "max_length")
+        if getattr(strategy, "mask_truncated", False) and self.end_token is None:
+            rule = "without an end token every text is cut at max_new_tokens; pass TextRollouts(end_token=...)"
+            raise refused(strategy, rule, "mask_truncated")
         if strategy.kl_coef and not strategy.has_reference:
             raise ConfigurationError(
                 "for texts it weights the divergence from the reference; leave reference='copy', or set kl_coef=0.0",
@@ -130,15 +148,66 @@ class TextRollouts(Rollouts):
         if self.prompts_per_rollout % count:
             given = {"prompts_per_rollout": self.prompts_per_rollout}
             raise ConfigurationError(f"{count} processes cannot share them evenly", "TextRollouts", **given)
+        self._choose_sampler(trainer)
+
+    def _choose_sampler(self, trainer: PolicyTrainer) -> None:
+        """The model's sampler, unless one was given, after checks that texts fit the model's context."""
+        context = trainer.strategy.context
+        if context is not None and self.pad_to is not None and self.pad_to > context + 1:
+            rule = f"rows are longer than the model's context of {context} plus the token that follows"
+            raise refused(self, f"{rule}; pass at most pad_to={context + 1}", "pad_to")
+        if context is not None and self._longest > context + 1:
+            rule = (
+                f"with the longest prompt a text has {self._longest} tokens, more than the model's context of "
+                f"{context} plus the one that follows; cut the prompts, or pass a smaller max_new_tokens"
+            )
+            raise refused(self, rule, "max_new_tokens")
         if self._sampler is None:
             agree = self.sharing.any if is_sharded(trainer.model) else None
             self._sampler = sampler_of(
                 trainer.model, trainer.strategy.model_inputs, trainer.backend.device, self.pad_token, self.pad_to, agree
             )
 
-    def _next_prompts(self) -> list[list[int]]:
+    # ------------------------------------------------------------------------------------------------ for a validation
+
+    def attach_for_validation(self, trainer: PolicyTrainer) -> None:
+        """Serves as a validation set of this trainer, in which its policy acts.
+
+        Raises:
+            ConfigurationError: the strategy does not learn from rollouts, or texts do not fit the model's context.
+        """
+        self._adopt(trainer, self._choose_sampler)
+
+    @torch.no_grad()
+    def evaluate_policy(self, name: str, batches: int | None = None) -> dict[str, float]:
+        """The metrics of one completion for each prompt, such as "NAME/reward"; the model has to be in eval mode.
+
+        It seeds the generators of the process, so that each validation draws the same, and does not restore them.
+
+        Args:
+            name: of the validation set.
+            batches: how often prompts_per_rollout prompts are drawn for; None uses all prompts.
+        """
+        size, count = self.prompts_per_rollout, self.sharing.rank.count
+        asked = list(range(len(self.prompts)))[: None if batches is None else batches * size]
+        completions: list[list[int]] = []
+        parts: list[Tensor] = []
+        for number, start in enumerate(range(0, len(asked), size)):
+            chosen = asked[start : start + size]
+            padded = chosen + chosen[-1:] * (-len(chosen) % count)  # each process draws as many texts
+            rng.seed_everything(rng.derive(self.sharing.rank.rank, number))
+            found, paid = self._drawn(padded)
+            completions += found[: len(chosen)]
+            parts.append(paid[: len(chosen)])
+        rewards = torch.cat(parts)
+        self._publish(name, asked, completions, rewards)
+        return {f"{name}/{metric}": value for metric, value in self._metrics(completions, rewards).items()}
+
+    # --------------------------------------------------------------------------------------------------- for a rollout
+
+    def _next_prompts(self) -> list[int]:
         """The prompts of the current rollout, from an order that is a function of (seed, pass over the prompts)."""
-        chosen: list[list[int]] = []
+        chosen: list[int] = []
         first = (self.rollouts - 1) * self.prompts_per_rollout
         orders: dict[int, list[int]] = {}
         for number in range(first, first + self.prompts_per_rollout):
@@ -146,39 +215,44 @@ class TextRollouts(Rollouts):
             if turn not in orders:
                 generator = torch.Generator().manual_seed(rng.derive(self.seed, turn))
                 orders[turn] = torch.randperm(len(self.prompts), generator=generator).tolist()
-            chosen.append(self.prompts[orders[turn][index]])
+            chosen.append(orders[turn][index])
         return chosen
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        prompts = [prompt for prompt in self._next_prompts() for _ in range(self.strategy.group_size)]
+        group_size = self.strategy.group_size
+        chosen = [index for index in self._next_prompts() for _ in range(group_size)]
         if self.sharing.is_shared:
             rng.seed_step(rng.derive(self.seed, self.sharing.rank.rank, self.rollouts))
-        with self.sharing.alone():
-            mine = self.sharing.part(prompts)
-            found = self._completions(mine)
-            paid = self._rewards(mine, found)
-        completions = self.sharing.whole(found)
-        rewards = torch.tensor(self.sharing.whole(paid.tolist()), dtype=torch.float32)
+        completions, parts = self._drawn(chosen)
+        rewards = self._rewards.totals(parts)
         texts = [
             {"input_ids": [*prompt, *completion], "labels": [IGNORED] * len(prompt) + list(completion)}
-            for prompt, completion in zip(prompts, completions, strict=True)
+            for prompt, completion in zip([self.prompts[index] for index in chosen], completions, strict=True)
         ]
         padded = pad_examples(texts, pad_token=self.pad_token, length=self.pad_to)
         device = self.trainer.backend.device
         tokens, mask = padded["input_ids"].to(device), (padded["labels"] != IGNORED).to(device)
         rollout = {"input_ids": tokens, "completion_mask": mask, "rewards": rewards.to(device), **self._scores(tokens)}
-        lengths = [len(completion) for completion in completions]
-        metrics = {
-            "rollout/reward": rewards.mean().item(),
-            "rollout/reward_std": rewards.std(correction=0).item(),
-            "rollout/length": sum(lengths) / len(lengths),
-        }
+        rollout |= {"reward_parts": parts.to(device), "reward_weights": self._rewards.weights.to(device)}
+        metrics = {f"rollout/{name}": value for name, value in self._metrics(completions, parts).items()}
         if self.end_token is not None:
-            metrics["rollout/ended"] = sum(each[-1] == self.end_token for each in completions) / len(completions)
+            rollout["truncated"] = torch.tensor(list(map(self._is_truncated, completions)), device=device)
+        if group_size > 1:
+            groups = rewards.view(-1, group_size)
+            metrics["rollout/zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean().item()
         if "reference_log_probs" in rollout and "log_probs" in rollout:
             apart = (rollout["log_probs"] - rollout["reference_log_probs"])[mask[:, 1:]]
             metrics["rollout/reference_kl"] = apart.mean().item()
+        self._publish("rollout", chosen, completions, parts)
         return rollout, metrics
+
+    def _drawn(self, chosen: list[int]) -> tuple[list[list[int]], Tensor]:
+        """A completion for each of these prompts, and its rewards, shape (texts, functions), of all processes."""
+        with self.sharing.alone():
+            mine = self.sharing.part(chosen)
+            found = self._completions([self.prompts[index] for index in mine])
+            paid = self._scored(mine, found)
+        return self.sharing.whole(found), torch.tensor(self.sharing.whole(paid.tolist()), dtype=torch.float32)
 
     def _completions(self, prompts: list[list[int]]) -> list[list[int]]:
         assert self._sampler is not None
@@ -209,22 +283,64 @@ class TextRollouts(Rollouts):
             )
         return found
 
-    def _rewards(self, prompts: list[list[int]], completions: list[list[int]]) -> Tensor:
-        # copies: the reward may change its arguments, but not the texts that are trained on
-        given = self.reward([list(each) for each in prompts], [list(each) for each in completions])
-        try:
-            rewards = torch.as_tensor(given, dtype=torch.float32, device="cpu").detach()
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(
-                f"TextRollouts: the reward returned {reprlib.repr(given)}; needs a list of numbers, one for each of "
-                f"the {len(prompts)} texts"
-            ) from None
-        if rewards.shape != (len(prompts),):
-            raise ValueError(
-                f"TextRollouts: the reward returned numbers of shape {tuple(rewards.shape)} for {len(prompts)} texts; "
-                "needs one for each"
+    def _scored(self, chosen: list[int], completions: list[list[int]]) -> Tensor:
+        """The rewards of completions of these prompts, shape (texts, functions); nan where one does not apply."""
+        given = self._asked
+        columns = {name: [values[index] for index in chosen] for name, values in given.columns.items()}
+        shown: list[Any] = completions if self._decode is None else [self._text_of(each) for each in completions]
+        if given.are_chats:
+            shown = [[{"role": "assistant", "content": text}] for text in shown]
+        return self._rewards([given.shown[index] for index in chosen], shown, completions, columns)
+
+    def _text_of(self, completion: list[int]) -> str:
+        """A completion as text, without its end token."""
+        if self._decode is None:
+            return str(completion)
+        return self._decode(completion[:-1] if completion[-1] == self.end_token else completion)
+
+    def _is_truncated(self, completion: list[int]) -> bool:
+        """Whether a text was cut at max_new_tokens."""
+        return len(completion) == self.max_new_tokens and completion[-1] != self.end_token
+
+    def _metrics(self, completions: list[list[int]], parts: Tensor) -> dict[str, float]:
+        """Metrics of texts, by names without a prefix."""
+        rewards, lengths = self._rewards.totals(parts), [len(each) for each in completions]
+        metrics = {
+            "reward": rewards.mean().item(),
+            "reward_std": rewards.std(correction=0).item(),
+            **self._rewards.metrics(parts),
+            "length": sum(lengths) / len(lengths),
+            "length_min": float(min(lengths)),
+            "length_max": float(max(lengths)),
+        }
+        if self.end_token is not None:
+            metrics["ended"] = sum(each[-1] == self.end_token for each in completions) / len(completions)
+            metrics["truncated"] = sum(map(self._is_truncated, completions)) / len(completions)
+        return metrics
+
+    def _publish(self, name: str, chosen: list[int], completions: list[list[int]], parts: Tensor) -> None:
+        """Fires MEDIA_LOGGED for some of the texts, evenly spread, if anything subscribes to it."""
+        count = min(self.log_completions, len(completions))
+        if not count or not self.trainer.hears(Events.MEDIA_LOGGED):
+            return
+        totals = self._rewards.totals(parts).tolist()
+        for number in range(count):
+            at = number * len(completions) // count
+            paid = zip(self._rewards.names, parts[at].tolist(), strict=True)
+            of_each = ", ".join(f"{reward} {'-' if math.isnan(value) else f'{value:.6g}'}" for reward, value in paid)
+            lines = (
+                f"reward {totals[at]:.6g} ({of_each})",
+                f"prompt: {self._prompt_text(chosen[at])[:_SHOWN]}",
+                f"completion: {self._text_of(completions[at])[:_SHOWN]}",
             )
-        return rewards
+            media = MediaLogged(name=f"{name}/completion/{number + 1}", kind="text", value="\n".join(lines))
+            self.trainer.fire(Events.MEDIA_LOGGED, media)
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._asked.shown[index]
+        if isinstance(prompt, str):
+            return prompt
+        return str(self.prompts[index]) if self._decode is None else self._decode(self.prompts[index])
 
     def _scores(self, tokens: Tensor) -> dict[str, Tensor]:
         """Log-probabilities of all tokens but the first under the policy and the reference, and the policy's values."""
@@ -244,14 +360,3 @@ class TextRollouts(Rollouts):
             if strategy.needs_values:
                 found.setdefault("values", []).append(values_of(outputs, follow.shape).float())
         return self.sharing.whole_rows({name: torch.cat(parts) for name, parts in found.items()})
-
-
-def _token_numbers(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    try:
-        return [[operator.index(token) for token in prompt] for prompt in prompts]
-    except TypeError:
-        raise ArgumentTypeError(
-            "needs a list of token ids for each prompt; encode texts with the model's tokenizer",
-            "TextRollouts",
-            prompts=shortened(prompts),
-        ) from None

@@ -160,7 +160,7 @@ class Accumulation:
                     torch.where(size > 0, size, torch.ones_like(size)) if isinstance(size, Tensor) else size
                 ) * needed
         assert self._expected is not None
-        return size / self._expected
+        return _exact(size) / self._expected
 
     def add(self, size: Size, tokens: int, update: int) -> bool:
         """Count a batch whose gradients have been added; returns whether it is time for the update."""
@@ -184,7 +184,7 @@ class Accumulation:
         ):
             return 1.0
         if isinstance(total, Tensor):  # no batch counted anything: their gradients are 0, and stay 0
-            total = torch.where(total > 0, total, torch.ones_like(total))
+            total = _exact(torch.where(total > 0, total, torch.ones_like(total)))
         return expected / total
 
     def state_dict(self) -> dict[str, Size | None]:
@@ -194,3 +194,8 @@ class Accumulation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.batches, self._tokens = state["batches"], state["tokens"]
         self._size, self._expected = state["size"], state["expected"]
+
+
+def _exact(size: Size) -> Size:
+    """A tensor in float64, if its device has that: torch would round the quotient of two counts to float32."""
+    return size.double() if isinstance(size, Tensor) and size.device.type != "mps" else size

@@ -77,8 +77,12 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
 def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiplies all gradients in place by the factor, a number or a tensor of shape ()."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if isinstance(factor, Tensor) and gradients:
+        dtypes = {each.dtype for each in gradients}
+        # of another dtype than theirs, torch would multiply them one by one
+        factor = factor.to(gradients[0].device, dtypes.pop() if len(dtypes) == 1 else factor.dtype)
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)
+        torch._foreach_mul_(gradients, factor)
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:

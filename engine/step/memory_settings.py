@@ -23,12 +23,12 @@ class ActivationCheckpointing:
 
     Args:
         modules: their names, in which `*` matches anything between two dots: "blocks.*".
-        every: only each such module among them, beginning with the first: 2 for every second block.
+        every: only every n-th of these modules, beginning with the first: 2 for every second block.
         keep: the operators whose results are kept, as "aten.mm"; "matmul" means all of matrix products, and "sdpa" all
             of scaled dot-product attention.
-        policy: what is kept as a function of torch's: `policy(context, operator, *arguments, **named)` returns a
-            `torch.utils.checkpoint.CheckpointPolicy`, or whether to keep the operator's result. In a configuration, its
-            import path.
+        policy: a function that decides what is kept, as torch defines it: `policy(context, operator, *arguments,
+            **named)` returns a `torch.utils.checkpoint.CheckpointPolicy`, or whether to keep what the operator
+            returns. In a configuration, its import path.
 
     Raises:
         ConfigurationError: `every` is not a whole number of at least 1, or both `keep` and `policy` are given. A name

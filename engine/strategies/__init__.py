@@ -5,19 +5,27 @@ from collections.abc import Callable
 from pulsetrain.engine.step.protocols import TrainingStrategy
 from pulsetrain.engine.strategies.dpo import DPOStrategy
 from pulsetrain.engine.strategies.grpo import GRPOStrategy
+from pulsetrain.engine.strategies.kto import KTOStrategy
 from pulsetrain.engine.strategies.ppo import PPOStrategy
 from pulsetrain.engine.strategies.pretrain import PretrainStrategy
+from pulsetrain.engine.strategies.reference_free import CPOStrategy, ORPOStrategy, SimPOStrategy
+from pulsetrain.engine.strategies.reward_model import RewardModelStrategy
 from pulsetrain.engine.strategies.sft import SFTStrategy
 from pulsetrain.engine.strategies.supervised import SupervisedStrategy
 from pulsetrain.engine.strategies.value_head import WithValueHead
 
 __all__ = [
     "STRATEGIES",
+    "CPOStrategy",
     "DPOStrategy",
     "GRPOStrategy",
+    "KTOStrategy",
+    "ORPOStrategy",
     "PPOStrategy",
     "PretrainStrategy",
+    "RewardModelStrategy",
     "SFTStrategy",
+    "SimPOStrategy",
     "SupervisedStrategy",
     "WithValueHead",
 ]
@@ -28,6 +36,11 @@ STRATEGIES: dict[str, Callable[[], TrainingStrategy]] = {
     "pretrain": PretrainStrategy,
     "sft": SFTStrategy,
     "dpo": DPOStrategy,
+    "cpo": CPOStrategy,
+    "simpo": SimPOStrategy,
+    "orpo": ORPOStrategy,
+    "kto": KTOStrategy,
+    "reward_model": RewardModelStrategy,
     "ppo": PPOStrategy,
     "grpo": GRPOStrategy,
 }

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from pulsetrain.engine.arrays import Array, namespace, on_host
-from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ConfigurationError, refused, shortened
-from pulsetrain.engine.losses import dpo_loss, implicit_rewards
-from pulsetrain.engine.losses.tokens import masked_sum_log_probs, token_log_probs
-from pulsetrain.engine.step.protocols import TrainingBatch, Tree
-from pulsetrain.engine.strategies.language import logits_of
-from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
+from pulsetrain.engine.argument_checks import is_number
+from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import dpo_loss
+from pulsetrain.engine.losses.preference import OF_MEANS, SMOOTHED
+from pulsetrain.engine.strategies.answers import PairStrategy, Scores
+from pulsetrain.engine.strategies.reference import ReferenceModel
 
 __all__ = ["DPOStrategy"]
 
-_REMEDY = (
-    "a batch of pairs has chosen_input_ids, chosen_labels, rejected_input_ids and rejected_labels, each of shape "
-    "(pairs, length), as pulsetrain.engine.data.sequences.pad_examples makes them"
-)
-_STORED = "reference_chosen_log_probs", "reference_rejected_log_probs"
-_STORED_MEANS = "reference_chosen_mean_log_probs", "reference_rejected_mean_log_probs"  # another number: another name
+_SFT = "sft"  # the cross entropy of the chosen answers, as a term
 
 
-class DPOStrategy(WithReference):
+class DPOStrategy(PairStrategy):
     """Raises the probability of chosen answers over rejected ones, relative to a reference model.
 
     A batch is a mapping with "chosen_input_ids", "chosen_labels", "rejected_input_ids" and "rejected_labels", each of
@@ -44,12 +40,17 @@ class DPOStrategy(WithReference):
 
     Args:
         beta: how closely the policy is held to the reference; the implicit reward is beta times the log-ratio.
-        loss_type: "sigmoid" (Rafailov 2023), "hinge" (Zhao 2023) or "ipo" (Azar 2023, on means over the answers'
-            tokens).
-        label_smoothing: the assumed share of pairs with the wrong preference (Mitchell 2023).
+        loss_type: one of the types of `pulsetrain.engine.losses.dpo_loss`, or a list of them, whose losses are added;
+            a list may also contain "sft", the cross entropy of the chosen answers in nats per token (Pang 2024).
+            "aot" and "aot_unpaired" compare the pairs of a batch with each other, and those of each process and each
+            accumulated batch separately.
+        label_smoothing: the assumed share of pairs with the wrong preference (Mitchell 2023), for the types that take
+            it.
+        loss_weights: the weight of each loss of a list; 1 by default.
+        discopop_tau: see `dpo_loss`.
         reference_free: use no reference.
-        reference: "copy" of the model at the time training is set up (for a model with adapters: itself without
-            them), a model, or None if every batch contains stored log-probabilities.
+        reference: "copy" of the model at the time training is set up (for a model with adapters: a copy of those
+            alone), a model, or None if every batch contains stored log-probabilities.
 
     Raises:
         ConfigurationError: a value is out of range; the message names it.
@@ -58,157 +59,56 @@ class DPOStrategy(WithReference):
     def __init__(
         self,
         beta: float = 0.1,
-        loss_type: str = "sigmoid",
+        loss_type: str | Sequence[str] = "sigmoid",
         label_smoothing: float = 0.0,
         *,
+        loss_weights: Sequence[float] | None = None,
+        discopop_tau: float = 0.05,
         reference_free: bool = False,
         reference: ReferenceModel = "copy",
     ) -> None:
-        super().__init__()
-        self.beta, self.loss_type, self.label_smoothing = beta, loss_type, label_smoothing
         self.reference_free = reference_free
-        self._stored = _STORED_MEANS if loss_type == "ipo" else _STORED
-        if reference_free and reference not in ("copy", None):
+        super().__init__(reference, refers=not reference_free)
+        self.beta, self.loss_type, self.label_smoothing = beta, loss_type, label_smoothing
+        self.loss_weights, self.discopop_tau = loss_weights, discopop_tau
+        types: list[Any] = list(loss_type) if isinstance(loss_type, (list, tuple)) else [loss_type]
+        weights = [1.0] * len(types) if loss_weights is None else list(loss_weights)
+        self._check_terms(types, weights)
+        self._terms = tuple(zip(types, map(float, weights), strict=True))
+        self._of_means = all(each in (*OF_MEANS, _SFT) for each in types)
+
+    def _check_terms(self, types: Sequence[str], weights: Sequence[float]) -> None:
+        """Rejects wrong values now, and not at the first batch."""
+        if len(weights) != len(types):
             raise ConfigurationError(
-                "uses no reference; leave one of them out",
-                "DPOStrategy",
-                reference_free=True,
-                reference=shortened(reference),
+                "needs a weight for each loss type",
+                self._place,
+                loss_weights=self.loss_weights,
+                loss_type=self.loss_type,
             )
-        self._reference = Reference(None if reference_free else reference, "DPOStrategy")
+        if not all(map(is_number, weights)):
+            raise ConfigurationError("needs finite numbers", self._place, loss_weights=self.loss_weights)
         zeros = torch.zeros(1)
-        dpo_loss(zeros, zeros, None, None, beta, loss_type, label_smoothing)  # rejects wrong values now
+        compared = [each for each in types if each != _SFT]
+        if not compared:
+            rule = "needs a loss that compares the answers; to learn the chosen ones alone use SFTStrategy"
+            raise ConfigurationError(rule, self._place, loss_type=self.loss_type)
+        takes = [each for each in compared if each in SMOOTHED]
+        for each in compared:
+            smoothing = self.label_smoothing if each in takes or not takes else 0.0
+            dpo_loss(zeros, zeros, None, None, self.beta, each, smoothing, self.discopop_tau)
 
-    def prepare_batch(self, batch: Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
-        """Stacks chosen rows and rejected rows for one forward pass; the targets include the reference's values.
+    def _loss(self, scores: Scores, targets: Mapping[str, Array]) -> Array:
+        terms = [(weight, self._term(each, scores)) for each, weight in self._terms]
+        return reduce(add, (loss if weight == 1.0 else weight * loss for weight, loss in terms))
 
-        Raises:
-            TypeError: a field is missing, or is not a tensor of token ids.
-            ValueError: shapes do not fit, an answer has no labels, rows exceed the model's context, the reference has a
-                different vocabulary, or stored log-probabilities are not finite.
-        """
-        if isinstance(batch, TrainingBatch):
-            return batch
-        read = {side: self._read(batch, side, check) for side in ("chosen", "rejected")}
-        pairs = len(read["chosen"][0])
-        if len(read["rejected"][0]) != pairs:
-            raise ValueError(
-                f"DPOStrategy: {pairs} chosen rows and {len(read['rejected'][0])} rejected ones; {_REMEDY}"
-            )
-        length = max(tokens.shape[1] for tokens, _ in read.values())
-        tokens = torch.cat([_padded(tokens, length, 0) for tokens, _ in read.values()])
-        labels = torch.cat([_padded(labels, length - 1, IGNORED) for _, labels in read.values()])
-        inputs = self._inputs(tokens[:, :-1])
-        targets = {"labels": labels}
-        if not self.reference_free:
-            targets["reference"] = self._reference_log_probs(batch, inputs, labels, check)
-        return TrainingBatch(inputs, targets, pairs, labels.numel(), pairs)
-
-    def _read(self, batch: Mapping[str, Tensor], side: str, check: bool) -> tuple[Tensor, Tensor]:
-        name = f"{side}_input_ids"
-        tokens = self._tokens(name, self._field(batch, name, _REMEDY), check)
-        if batch.get(f"{side}_position_ids") is not None:
-            raise ValueError(
-                f"DPOStrategy: '{side}_position_ids' mark rows of several documents, but a row needs to be one answer; "
-                "do not pack pairs"
-            )
-        labels = self._field(batch, f"{side}_labels", _REMEDY)
-        if labels.shape == tokens.shape:  # else it is refused
-            labels = self._without_padding(batch, labels, check, f"{side}_attention_mask")
-        remedy = "cut prompts so that some of the answer is left, or leave such pairs out"
-        return tokens, self._labels(f"{side}_labels", labels, tokens, remedy, check)
-
-    def _reference_log_probs(self, batch: Mapping[str, Tensor], inputs: Tree, labels: Tensor, check: bool) -> Tensor:
-        """The reference's log-probability of each row, shape (2 pairs,)."""
-        if not any(name in batch for name in self._stored):
-            if self._reference.given is None:
-                self._field(batch, self._stored[0], "store_reference computes it; or let the strategy keep a reference")
-            found: Tensor = self._sums(self._reference.log_probs(inputs, _looked_up(labels)), labels)
-            return found
-        parts = [self._field(batch, name, "store_reference computes both") for name in self._stored]
-        for name, part in zip(self._stored, parts, strict=True):
-            if part.shape != (len(labels) // 2,):
-                raise ValueError(
-                    f"DPOStrategy: {name!r} has shape {tuple(part.shape)}, and there are {len(labels) // 2} pairs; one "
-                    "number for each"
-                )
-        stored = torch.cat(parts)
-        if (check or on_host(stored)) and not stored.isfinite().all():
-            raise ValueError("DPOStrategy: stored log-probabilities of the reference are not finite; store them again")
-        return stored
-
-    def _sums(self, log_probs: Array, labels: Array) -> Array:
-        return masked_sum_log_probs(log_probs, labels != IGNORED, average=self.loss_type == "ipo")
-
-    def store_reference(self, batches: Iterable[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The batches with the reference's log-probabilities, computed once for all epochs.
-
-        Train on them, as a list or a custom dataset, with a strategy with reference=None and the same loss_type.
-
-        Raises:
-            ConfigurationError: there is no reference.
-        """
-        if self.reference_free:
-            rule = "uses no reference, so store_reference() has nothing to store; train on the batches as they are"
-            raise refused(self, rule, "reference_free")
-        stored: list[dict[str, Tensor]] = []
-        for batch in batches:
-            fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in self._stored}
-            found = self.prepare_batch(fields, check=True).targets["reference"].cpu()
-            stored.append({**batch, **dict(zip(self._stored, found.chunk(2), strict=True))})
-        return stored
-
-    def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
-        """Rejects labels outside the vocabulary; it waits for the device.
-
-        Raises:
-            ValueError: names the first such label, its index, and how many there are.
-        """
-        self._check_inputs(outputs, batch.inputs)
-        self._check_tokens(outputs, batch.targets["labels"])
-
-    def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
-        """The mean loss of the pairs, shape ()."""
-        if check:
-            self.check_batch(outputs, batch)
-        (chosen, rejected), references = self._sides(outputs, batch)
-        loss = dpo_loss(chosen, rejected, *references, self.beta, self.loss_type, self.label_smoothing)
-        return self._with_aux_loss(loss, outputs)
-
-    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
-        """Means over the pairs.
-
-        `reward_accuracy`: the share of pairs whose chosen answer has the larger implicit reward; `reward_margin`: the
-        difference; `chosen_reward` and `rejected_reward`: the rewards, in nats times beta.
-        """
-        policies, references = self._sides(outputs, batch)
-        chosen, rejected = (implicit_rewards(p, r, self.beta) for p, r in zip(policies, references, strict=True))
-        xp = namespace(chosen)
-        return {
-            "reward_accuracy": xp.mean(xp.astype(chosen > rejected, xp.float32)),
-            "reward_margin": xp.mean(chosen - rejected),
-            "chosen_reward": xp.mean(chosen),
-            "rejected_reward": xp.mean(rejected),
-        }
-
-    def _sides(self, outputs: object, batch: TrainingBatch) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Log-probabilities of the chosen and the rejected answers under the policy and under the reference."""
-        labels = batch.targets["labels"]
-        xp = namespace(labels)
-        found = self._sums(token_log_probs(logits_of(outputs), _looked_up(labels)), labels)
-        pairs = labels.shape[0] // 2
-        counts = xp.any(labels != IGNORED, axis=-1)
-        both = counts[:pairs] & counts[pairs:]  # a pair with one empty answer must not count: see prepare_batch
-        found = xp.where(xp.concat([both, both]), found, 0.0)
-        reference = batch.targets.get("reference")
-        references = (None, None) if reference is None else (reference[:pairs], reference[pairs:])
-        return (found[:pairs], found[pairs:]), references
-
-
-def _looked_up(labels: Array) -> Array:
-    """Labels with token 0 in place of ignored ones, so that they can be looked up."""
-    return namespace(labels).where(labels == IGNORED, 0, labels)
-
-
-def _padded(rows: Tensor, length: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=value)
+    def _term(self, loss_type: str, scores: Scores) -> Array:
+        if loss_type == _SFT:
+            return scores.cross_entropy
+        if loss_type in OF_MEANS and not self._of_means:
+            scores = scores.means()
+        smoothing = self.label_smoothing if loss_type in SMOOTHED else 0.0
+        policy, reference = scores.policy, scores.reference
+        return dpo_loss(
+            policy[0], policy[1], reference[0], reference[1], self.beta, loss_type, smoothing, self.discopop_tau
+        )

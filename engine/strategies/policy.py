@@ -35,8 +35,8 @@ class PolicyStrategy(WithReference):
         target_kl: ends a rollout if the policy is further than this from the one that acted, in nats per action; it is
             checked after each of the minibatch epochs. None never ends one early.
         temperature: divides the logits, in acting and in training.
-        reference: "copy" of the model at the time training is set up (for a model with adapters: itself without
-            them), a model, or None. It is used if tokens are generated and kl_coef is not 0.
+        reference: "copy" of the model at the time training is set up (for a model with adapters: a copy of those
+            alone), a model, or None. It is used if tokens are generated and kl_coef is not 0.
 
     Raises:
         ConfigurationError: a value is out of range; the message names it.
@@ -151,12 +151,12 @@ class PolicyStrategy(WithReference):
                     "what the model gives"
                 )
         mask = targets.get("mask")
-        weight = rows if mask is None else self._weight(mask)
+        weight = rows if mask is None else self._weight(targets)
         return TrainingBatch(inputs, targets, rows, 0 if mask is None else mask.numel(), weight)
 
-    def _weight(self, mask: Tensor) -> int | Tensor:
+    def _weight(self, targets: Mapping[str, Tensor]) -> int | Tensor:
         """The number of items that the loss over texts is a mean over."""
-        return mask.sum()
+        return targets["mask"].sum()
 
     def _seen(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor], check: bool) -> tuple[int, Tree]:
         tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
@@ -199,9 +199,12 @@ class PolicyStrategy(WithReference):
         old, mask = targets.get("log_probs", log_probs), targets.get("mask")
         return {
             "kl": divergence(old, log_probs, mask),
-            "clip_fraction": clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high),
+            "clip_fraction": self._clip_fraction(log_probs, old, mask),
             "entropy": mean_of(entropy(self.scores(outputs)), mask),
         }
+
+    def _clip_fraction(self, log_probs: Array, old: Array, mask: Array | None) -> Array:
+        return clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high)
 
 
 def divergence(old: Array, log_probs: Array, mask: Array | None) -> Array:

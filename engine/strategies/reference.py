@@ -6,18 +6,19 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.distributed.ranks import is_sharded
-from pulsetrain.engine.distributed.shards import is_shard
 from pulsetrain.engine.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from pulsetrain.engine.losses.tokens import token_log_probs
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
 from pulsetrain.engine.step.protocols import Tree
+from pulsetrain.engine.strategies.adapters import InitialWeights, adds_nothing, whole
 from pulsetrain.engine.strategies.language import LanguageStrategy, logits_of
 
 __all__ = ["Reference", "ReferenceModel"]
@@ -29,8 +30,9 @@ ReferenceModel = str | nn.Module | Callable[..., object] | None
 class Reference:
     """Holds the reference model of a strategy.
 
-    The copy of a policy with adapters (of the peft package) is the policy itself with its adapters disabled, which
-    takes no memory; for any other policy the weights are copied. Each checkpoint stores a digest of the reference's
+    The copy of a policy with adapters (of the peft package) is the policy itself. As long as its adapters add nothing,
+    as new ones of LoRA, it is asked with its adapters disabled, which takes no memory; otherwise with a copy of the
+    weights that learn. For any other policy all weights are copied. Each checkpoint stores a digest of the copied
     weights, so a run can only resume with the reference that it started with.
 
     >>> reference = Reference("copy", "DPOStrategy")
@@ -58,7 +60,8 @@ class Reference:
         self.given, self._place = given, place
         self._model = None if isinstance(given, str) else given
         self._policy: nn.Module | None = None
-        self._switched_off: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._as_it_was: Callable[[], AbstractContextManager[object]] = nullcontext  # of a policy with adapters
+        self._initial: InitialWeights | None = None  # the weights of the adapters, if they have been trained
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self._compared = False  # the vocabularies
         self._device: torch.device | None = None  # the device it computes on, if that is torch's
@@ -79,22 +82,28 @@ class Reference:
         self._autocast = autocast_of(backend)
         if self.given == "copy":
             self._digest = None
-            switched_off = getattr(policy, "disable_adapter", None)
-            if callable(switched_off):
-                self._model, self._switched_off = policy, switched_off
+            disabled = getattr(policy, "disable_adapter", None)
+            if callable(disabled):
+                self._model = policy
+                adapted = getattr(disabled, "__self__", policy)  # without a value head around it
+                self._initial = None if adds_nothing(adapted) else InitialWeights(adapted)
+                self._as_it_was = disabled if self._initial is None else self._initial.in_use
             else:
                 copied = getattr(backend, "frozen_copy", None)
                 self._model = copied(policy) if callable(copied) else copy.deepcopy(policy).requires_grad_(False)
         self._device = getattr(backend, "batch_device", None)
-        if isinstance(self._model, nn.Module) and self._model is not policy:
-            if self._device is not None:
-                self._model.to(self._device)
-            if is_sharded(self._model):
-                self._digest = _digest(self._model)  # now, since all processes have to take part
+        if isinstance(self._model, nn.Module) and self._model is not policy and self._device is not None:
+            self._model.to(self._device)
+        if isinstance(self._model, nn.Module) and is_sharded(self._model):
+            self.state_dict()  # its digest now, since all processes have to take part
 
     def copies(self, policy: nn.Module) -> bool:
         """Whether `bind` will copy this policy."""
         return self.given == "copy" and not callable(getattr(policy, "disable_adapter", None))
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.given == "copy" and self._model is not None and self._model is self._policy
 
     def _refuse_what_learns(self, policy: nn.Module) -> None:
         if not isinstance(self.given, nn.Module):
@@ -133,7 +142,7 @@ class Reference:
                 reference=self.given,
             )
         frozen = eval_mode(self._model) if isinstance(self._model, nn.Module) else nullcontext()
-        with frozen, self._switched_off(), self._autocast():
+        with frozen, self._as_it_was(), self._autocast():
             self._compare(inputs)
             logits = _torch(logits_of(call(self._model, inputs)))
         found: Tensor = token_log_probs(logits if temperature == 1.0 else logits / temperature, tokens)
@@ -156,12 +165,13 @@ class Reference:
         self._compared = True
 
     def state_dict(self) -> dict[str, object]:
-        """A digest of the reference's weights; None for a function or a policy with adapters."""
-        if isinstance(self._model, nn.Module) and self._model is not self._policy:
-            if self._digest is None:
-                self._digest = _digest(self._model)
-            return {"reference": self._digest}
-        return {"reference": None}
+        """A digest of the reference's weights; None for a function, or a policy whose adapters are disabled."""
+        if self._digest is None:
+            if self._initial is not None:
+                self._digest = _digest(self._initial.weights)
+            elif isinstance(self._model, nn.Module) and self._model is not self._policy:
+                self._digest = _digest(self._model.state_dict())
+        return {"reference": self._digest}
 
     def check_state_dict(self, state: Mapping[str, object]) -> None:
         """Rejects a reference whose weights differ from those that the run started with.
@@ -170,7 +180,9 @@ class Reference:
             CheckpointError: the weights differ.
         """
         theirs, mine = state.get("reference"), self.state_dict()["reference"]
-        if theirs is not None and mine is not None and theirs != mine:
+        # None is a policy with its adapters disabled if this one has adapters; otherwise it may be a function
+        comparable = self._has_adapters or (theirs is not None and mine is not None)
+        if comparable and theirs != mine:
             raise CheckpointError(
                 f"{self._place}: the reference model has other weights than the one that the run started with; "
                 "create the model with the weights that it had then (the same seed or file), and load the "
@@ -214,10 +226,11 @@ def _torch(array: Array) -> Tensor:
     return array if isinstance(array, Tensor) else torch.utils.dlpack.from_dlpack(array)
 
 
-def _digest(model: nn.Module) -> str:
+def _digest(weights: Mapping[str, Tensor]) -> str:
     found = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
-        tensor = value.full_tensor() if is_shard(value) else value  # type: ignore[attr-defined]  # of a DTensor
+    for name, value in sorted(weights.items()):
+        tensor = whole(value)
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        bits: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # a buffer
+        found.update(bits)
     return found.hexdigest()

@@ -22,8 +22,7 @@ from examples.byte_lm_tuning.start import CONTEXT, model_to_start_from
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.configuration.claim import resolve_folder
 from pulsetrain.engine import DPOStrategy, Every
-from pulsetrain.engine.data.chat import tokenize_prompt
-from pulsetrain.engine.data.sequences import pad_examples
+from pulsetrain.engine.data.preferences import from_preferences, pad_pairs
 from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder
 
 
@@ -44,15 +43,9 @@ def pairs_of(functions: Sequence[Function], kind: str) -> list[Pair]:
 def batches_of(pairs: Sequence[Pair], size: int) -> list[dict[str, Tensor]]:
     """Batches of pairs of similar length, which need little padding."""
     by_length = sorted(pairs, key=lambda pair: len("".join(pair)))
-    batches = []
-    for begin in range(0, len(pairs), size):
-        batch: dict[str, Tensor] = {}
-        for side in ("chosen", "rejected"):
-            part = by_length[begin : begin + size]
-            rows = [tokenize_prompt(pair.signature, getattr(pair, side), str.encode, end=END) for pair in part]
-            batch |= {f"{side}_{name}": value for name, value in pad_examples(rows).items()}
-        batches.append(batch)
-    return batches
+    rows = ({"prompt": each.signature, "chosen": each.chosen, "rejected": each.rejected} for each in by_length)
+    examples = from_preferences(rows, str.encode, end=END)
+    return [pad_pairs(examples[begin : begin + size]) for begin in range(0, len(pairs), size)]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:

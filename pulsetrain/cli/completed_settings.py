@@ -9,17 +9,27 @@ from __future__ import annotations
 __all__ = ["SETTINGS"]
 
 _STRATEGIES = (
+    "CPOStrategy",
     "DPOStrategy",
     "GRPOStrategy",
+    "KTOStrategy",
+    "ORPOStrategy",
     "PPOStrategy",
     "PretrainStrategy",
+    "RewardModelStrategy",
     "SFTStrategy",
+    "SimPOStrategy",
     "SupervisedStrategy",
+    "cpo",
     "dpo",
     "grpo",
+    "kto",
+    "orpo",
     "ppo",
     "pretrain",
+    "reward_model",
     "sft",
+    "simpo",
     "supervised",
 )
 SETTINGS: dict[str, tuple[str, ...] | None] = {

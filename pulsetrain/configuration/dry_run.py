@@ -7,7 +7,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields
 from inspect import signature
@@ -150,11 +150,15 @@ def _default(made_by: Factory, name: str) -> object:
 class _First:
     """The first batches of a loader, with its other attributes."""
 
-    def __init__(self, loader: Iterable[object]) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def __iter__(self) -> Iterator[object]:
         return islice(iter(self._loader), BATCHES)
+
+    def evaluate_policy(self, name: str) -> dict[str, float]:  # of rollouts that are a validation set
+        found: dict[str, float] = self._loader.evaluate_policy(name, batches=BATCHES)
+        return found
 
     def __getattr__(self, name: str) -> Any:  # of the loader
         return getattr(self._loader, name)
@@ -236,11 +240,17 @@ def _train(trainer: Trainer, timing: _Timing) -> Iterator[str]:
     mean = f", mean loss {losses[-1]:.4g}" if losses else ""
     yield _row("trained", f"{_count(state.iteration, 'batch')}, {_count(state.update, 'update')}{mean}")
     for name, loader in whole.items():
-        length = length_of(loader)
-        of = "" if length is None else f" of {length:,}"
         metrics = [f"{key} {value:.4g}" for key, value in state.metrics.items() if key.startswith(f"{name}/")]
-        read = BATCHES if length is None else min(length, BATCHES)
-        yield _row("validated", f"{name}: {read}{of} batches, {', '.join(metrics)}")
+        yield _row("validated", f"{name}: {_read_of(loader)}, {', '.join(metrics)}")
+
+
+def _read_of(loader: Any) -> str:
+    """How much of a validation set was read."""
+    if getattr(loader, "judges_policy", False):
+        total = len(loader.prompts)
+        return f"{min(total, BATCHES * loader.prompts_per_rollout):,} of {total:,} prompts"
+    length = length_of(loader)
+    return f"{BATCHES} batches" if length is None else f"{min(length, BATCHES)} of {length:,} batches"
 
 
 def _handler_rows(trainer: Trainer, silent: list[str]) -> Iterator[str]:

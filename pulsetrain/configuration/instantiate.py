@@ -170,7 +170,8 @@ def _converted(
             raise ConfigurationError(f"needs {_words(plain[key])}", **{f"{settings}.{key}": value})
     try:
         parser = signature_parser(factory, made.keys())
-        plain_values = {key: value for key, value in arguments.items() if key not in made}
+        # copies: jsonargparse puts the objects that a list names into that list, and the configuration is written later
+        plain_values = {key: _copied(value) for key, value in arguments.items() if key not in made}
         converted = parser.instantiate(parser.parse_object(plain_values))
     except Exception as error:
         key = _rejected(factory, arguments, made.keys())
@@ -179,6 +180,13 @@ def _converted(
         text = " ".join(str(error).split())
         raise ConfigurationError(f"{settings}: {name} cannot take these: {text}") from error
     return {**converted.as_dict(), **made}
+
+
+def _copied(value: object) -> object:
+    """The lists and mappings of a configuration as new ones; other objects as they are."""
+    if type(value) is list:
+        return [_copied(each) for each in value]
+    return {key: _copied(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _rejected(factory: Factory, arguments: Mapping[str, object], made: AbstractSet[str]) -> str:

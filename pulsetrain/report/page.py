@@ -37,6 +37,7 @@ def page_of(runs: Sequence[ReportedRun], chart: str) -> str:
         f'<div class="cards">{"".join(_card(run, runs) for run in runs)}</div>',
         *_best(runs),
         *_processes(runs),
+        *_texts(runs),
         f'<section class="chart"><p class="hint">{HINT}</p>{chart}</section>',
         _table("Configuration", runs, compared(settings_of([run.facts for run in runs]))),
         _table("Environment", runs, compared([run.facts.environment for run in runs])),
@@ -140,6 +141,18 @@ def _processes(runs: Sequence[ReportedRun]) -> Iterator[str]:
         )
         title = "Processes" if len(runs) == 1 else f"Processes of {escape(run.name)}"
         yield _folded(title, f'{_grid(heads, rows)}<dl class="processes">{listed}</dl>')
+
+
+def _texts(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    """The latest texts of each run, such as sampled completions with their rewards."""
+    for run in runs:
+        rows = [
+            f'<tr><th scope="row">{escape(name)} <small>at {iteration:,}</small></th><td>{escape(text)}</td></tr>'
+            for name, (iteration, text) in run.record.texts.items()
+        ]
+        if rows:
+            title = "Texts" if len(runs) == 1 else f"Texts of {escape(run.name)}"
+            yield _folded(title, _grid("<th></th>", rows, "texts"), open=len(rows) <= SHORT)
 
 
 def _milliseconds(seconds: float | None) -> str:

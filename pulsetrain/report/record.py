@@ -20,6 +20,7 @@ __all__ = ["EACH_ITERATION", "RATES", "RunRecord"]
 EACH_ITERATION = "each iteration"  # ends the names of values in the outputs of iterations
 RATES = ("samples_per_second", "tokens_per_second")
 _AT_A_LIMIT = re.compile(r"max_\w+=.* was reached")  # a planned reason to terminate
+_TEXTS, _CHARACTERS = 32, 4000  # as many names of texts are kept, and as much of each
 _PER_UPDATE = ("learning_rate", "grad_norm")  # taken from every update if recorded, and else from logged metrics
 
 
@@ -45,6 +46,7 @@ class RunRecord:
         self.curves: dict[str, Curve] = {}
         self.validated: dict[str, None] = {}  # names of validation metrics, in order
         self.rolled_out: dict[str, None] = {}  # names of rollout metrics
+        self.texts: dict[str, tuple[int, str]] = {}  # the latest text of each name, and its iteration
         self.marks = {row: Marks() for row in ROWS}
         self.iteration = self.epoch = 0
         self.first_iteration: int | None = None
@@ -75,6 +77,7 @@ class RunRecord:
         }
         of_any: dict[str, Callable[[LoggedEvent], None]] = {
             Events.METRICS_LOGGED.value: self._on_metrics,
+            Events.MEDIA_LOGGED.value: self._on_media,
             Events.VALIDATION_COMPLETED.value: self._on_validation,
             Events.ROLLOUT_COMPLETED.value: self._on_rollout,
             Events.POLICY_UPDATED.value: self._on_metrics,
@@ -130,6 +133,12 @@ class RunRecord:
             elif name in _PER_UPDATE and (name in self.curves or (self._groups and name == "learning_rate")):
                 continue
             self._put(name, value)
+
+    def _on_media(self, event: LoggedEvent) -> None:
+        media = _payload(event)
+        name, text = str(media.get("name")), media.get("value")
+        if media.get("kind") == "text" and isinstance(text, str) and (name in self.texts or len(self.texts) < _TEXTS):
+            self.texts[name] = event.iteration, text[:_CHARACTERS]
 
     def _on_validation(self, event: LoggedEvent) -> None:
         self._mark("validations", f"validated: {self._put_round(event, self.validated)}")

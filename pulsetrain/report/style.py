@@ -44,6 +44,7 @@ td { font-variant-numeric: tabular-nums; max-width: 420px; }
 .differs th:first-child { box-shadow: inset 3px 0 #f59e0b; }
 .best td { white-space: nowrap; }
 .top { font-weight: 700; }
+.texts td { white-space: pre-wrap; max-width: 900px; }
 .processes .failed { white-space: pre-wrap; font: 12px/1.5 ui-monospace, monospace; padding: 0 6px; }
 @media print { body { background: #fff; } section, article { break-inside: avoid; } }
 """

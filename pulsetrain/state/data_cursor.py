@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -18,7 +17,6 @@ from pulsetrain.engine.data.loaders import (
     begin_stream,
     can_be_keyed,
     can_be_read_once,
-    draws_from_a_buffer,
     key_order,
     length_of,
     order_seed,
@@ -31,6 +29,7 @@ from pulsetrain.engine.distributed.ranks import DataRank, VirtualRanks, check_vi
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.loader_parts import LoaderParts
+from pulsetrain.state.loader_position import LoaderPosition, LoaderState
 from pulsetrain.state.part import StateDict, Stateful, keeps_state, require
 from pulsetrain.state.worker_watch import WorkerWatch
 
@@ -38,13 +37,6 @@ __all__ = ["DataCursor"]
 
 _FIELDS = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")  # of every state
 _WATCHED = 8  # batches of a loader of an unknown kind that are watched for draws
-
-
-class LoaderState(NamedTuple):
-    """A state of a loader that keeps its own, and how many batches of the pass it had given then."""
-
-    state: object
-    given: int
 
 
 class DataCursor:
@@ -133,8 +125,7 @@ class DataCursor:
         self._ordered: object = None
         self._loader: Any = None  # of the current pass; None before it begins, or before a loaded one is resumed
         self._offset = self._offset_at = 0  # in the keyed order: after that iteration
-        self._given = 0  # batches of the pass that a loader with a state of its own has given
-        self._anchor = LoaderState(None, 0)  # to return to
+        self._position = LoaderPosition()  # of a loader with a state of its own
         self._saved_loader: LoaderState | None = None  # of the checkpoint that was loaded
         self._saved_parts: StateDict = {}  # likewise
 
@@ -271,27 +262,10 @@ class DataCursor:
         """A loader's batches from the pass's first on, or from a saved state on."""
         self._loader = loader
         self._key_pass(loader)
-        with rng.seeded(rng.derive(self._seed_of(loader), self.passes)):
-            if saved is not None:
-                loader.load_state_dict(saved.state)
-            batches = iter(self._loader)
-            self._anchor = saved or LoaderState(deepcopy(loader.state_dict()), 0)
-            if self.refuses_unsavable:
-                plain({"data": {"loader": self._anchor.state}})
-        self._given = self._anchor.given
-        return self._give(batches)
-
-    def _give(self, batches: Iterator[object]) -> Iterator[object]:
-        """Makes each batch under a seed of its own: a resume need not know what those before it have drawn."""
-        seed = self._seed_of(self._loader)
-        while True:
-            with rng.seeded(rng.derive(seed, self.passes, self._given)):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            self._given += 1
-            yield batch
+        batches = self._position.begin(loader, self._seed_of(loader), self.passes, saved)
+        if self.refuses_unsavable:
+            plain({"data": {"loader": self._position.anchor.state}})
+        return batches
 
     def _key_pass(self, loader: object) -> None:
         begin_stream(loader, self.passes)
@@ -385,9 +359,9 @@ class DataCursor:
         if self._keyed is not None and self._keyed[0] is self._loader:
             state["offset"] = self._offset + (self.trained - self._offset_at) * self._keyed[1].order.step
         if keeps_state(self._loader):
-            # a batch that was given and not trained on, because the run was stopped in between, has to be given again
-            ahead = self._given - (self.trained - self.pass_start)
-            state["loader"], state["given"] = self._loader_state(ahead)
+            reads_ahead = self.agreed is not None
+            position = self._position.state(self._loader, self.trained - self.pass_start, reads_ahead=reads_ahead)
+            state["loader"], state["given"] = position
         parts = self._parts.state_dict(self._loader, ahead=self._draws_ahead())
         return {**state, "parts": parts} if parts else state
 
@@ -396,17 +370,6 @@ class DataCursor:
         length = length_of(self._loader)
         ended = length is not None and self.trained - self.pass_start >= length
         return (getattr(self._loader, "num_workers", 0) > 0 or self.agreed is not None) and not ended
-
-    def _loader_state(self, ahead: int) -> LoaderState:
-        """A state of the loader after the batches that were trained on, or from further back."""
-        if self.agreed is not None:  # this rank may have read ahead, or have ended before the others
-            return self._anchor
-        if draws_from_a_buffer(self._loader):  # which would be empty, and its examples lost
-            return self._anchor
-        if not ahead:
-            return LoaderState(self._loader.state_dict(), self._given)
-        before = getattr(self._loader, "state_before", None)  # of one whose batches cannot be made a second time
-        return self._anchor if before is None else LoaderState(before(ahead), self._given - ahead)
 
     def check_state_dict(self, state: StateDict) -> None:
         """Refuse an incomplete state, or one whose batches were divided otherwise.

@@ -173,7 +173,7 @@ def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of
     for name, loader in loaders.items():
         if not isinstance(name, str) or not name or name == "train":
             raise ConfigurationError("needs a name for the set, other than 'train'", "Trainer", val_loader={name: ...})
-        if getattr(loader, "fires_rollouts", False):
+        if getattr(loader, "fires_rollouts", False) and not getattr(loader, "judges_policy", False):
             raise ConfigurationError(
                 f"{name!r} is {type(loader).__name__}, whose batches the policy makes for learning; judge it by "
                 "'rollout/return' or 'rollout/reward', or by evaluate() of EnvironmentRollouts",

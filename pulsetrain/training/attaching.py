@@ -1,8 +1,8 @@
-"""Attaches a trainer's handlers: what one of several processes writes for all, in that one alone."""
+"""Attaches a trainer's handlers, what one of several processes writes for all in that one alone, and its rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, SampleText
 from pulsetrain.training.arguments import writes_for_all
 
-__all__ = ["attach_handlers"]
+__all__ = ["attach_handlers", "attach_rollouts"]
 
 
 def attach_handlers(engine: Engine, model: nn.Module, handlers: Iterable[Any], control: ControlGroup) -> None:
@@ -57,6 +57,19 @@ def attach_handlers(engine: Engine, model: nn.Module, handlers: Iterable[Any], c
             handler.lead(engine)
         else:
             handler.follow(engine)
+
+
+def attach_rollouts(trainer: Engine, train_loader: Any, val_loaders: Mapping[str, Any]) -> None:
+    """Let the trainer's policy act in its rollouts: those that it learns from, and those that are validation sets.
+
+    Raises:
+        ConfigurationError: they do not fit the trainer.
+    """
+    if getattr(train_loader, "fires_rollouts", False):
+        train_loader.attach(trainer)
+    for loader in val_loaders.values():
+        if getattr(loader, "judges_policy", False):
+            loader.attach_for_validation(trainer)
 
 
 def _report_others(plans: Sequence[object], *, sharded: bool, is_main: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -180,6 +180,8 @@ class Evaluation:
         Raises:
             ConfigurationError: the set gave no batch.
         """
+        if getattr(loader, "judges_policy", False):
+            return self._of_policy(name, loader)
         check_sets({name: loader})
         engine, state = self.engine, self.engine.state
         state.max_epochs = state.max_iters = state.epoch_length = None  # from the start, of another length
@@ -207,6 +209,12 @@ class Evaluation:
             state.output, state.batch = on_host(scalars(state.output)), None
         found = {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
         return self._control.broadcast(found)
+
+    def _of_policy(self, name: str, rollouts: Any) -> dict[str, float]:
+        """The metrics of a set whose texts the policy writes; its engine does not run, since there is no batch."""
+        with self.engine.around_run():
+            self._clear()
+            return self._control.broadcast(rollouts.evaluate_policy(name))
 
     def _step(self, engine: Engine, batch: object) -> dict[str, Any]:
         backend = self.backend
@@ -351,10 +359,16 @@ class Evaluator(Engine):
     # Round the run, not in handlers of it: a pause, terminate(skip_completed=True), a muted event and a run that fails
     # before STARTED reach no handler.
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        with self.around_run():
+            return super().run(*args, **kwargs)
+
+    @contextmanager
+    def around_run(self) -> Iterator[None]:
+        """The state of model and generators that a run is in."""
         with eval_mode(self._model), rng.preserve_rng(), ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context())
-            return super().run(*args, **kwargs)
+            yield
 
     def around_epoch(self, done: int) -> AbstractContextManager[object]:
         return workers_outlive_signals(self.state.dataloader)  # some loaders start theirs at the first batch

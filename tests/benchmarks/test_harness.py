@@ -12,13 +12,13 @@ import pytest
 
 import benchmarks.__main__ as command
 from benchmarks.harness.check import check, summary
-from benchmarks.harness.machine import Load, Watch
+from benchmarks.harness.machine import BOUNDS_SET_ON, Load, Watch
 from benchmarks.harness.results import HOLDS, MISSED, NOT_MEASURED, Report, Row, ratios, table
 from benchmarks.harness.run import Outcome
 from benchmarks.harness.tables import blocks_of, load_reports, save_report, written
 
-IDLE = Load(average=0.1, others=0.0, reference_ms=5.0, spread=1.01)
-BUSY = Load(average=2.5, others=1.2, reference_ms=5.0, spread=1.4)
+IDLE = Load(average=0.1, others=0.0, reference_ms=5.0, spread=1.01, processor=f"{BOUNDS_SET_ON} 9R14")
+BUSY = replace(IDLE, average=2.5, others=1.2, spread=1.4)
 
 
 def ratio(measured: float, **values: Any) -> Row:
@@ -95,12 +95,12 @@ def test_a_bound_is_the_largest_good_value_or_the_smallest(row: Row, verdict: st
 
 @pytest.mark.parametrize("measured", [3.9, 400.0])
 def test_an_absolute_time_on_a_busy_machine_is_not_measured_whatever_it_is(measured: float):
-    assert absolute(measured).verdict(idle=False) == NOT_MEASURED
+    assert absolute(measured).verdict(times=False) == NOT_MEASURED
 
 
 def test_sizes_and_ratios_are_compared_on_busy_machines_as_well():
-    assert ratio(1.2).verdict(idle=False) == MISSED
-    assert replace(absolute(5.0), kind="size").verdict(idle=False) == MISSED
+    assert ratio(1.2).verdict(times=False) == MISSED
+    assert replace(absolute(5.0), kind="size").verdict(times=False) == MISSED
 
 
 def test_slack_applies_to_ratios_in_both_directions_and_not_to_sizes():
@@ -186,7 +186,7 @@ def test_a_table_has_aligned_columns_and_marks_what_is_missed():
     ]
 
 
-def watch(others: float, passes: Sequence[float]) -> Load:
+def watch(others: float, passes: Sequence[float], processor: str | None = None) -> Load:
     """The load of ten seconds in which other processes used so many cores."""
     now, busy, own = 0.0, 0.0, 0.0
     lengths = iter(passes * 40)
@@ -196,7 +196,7 @@ def watch(others: float, passes: Sequence[float]) -> Load:
         taken = next(lengths)
         now, busy, own = now + taken, busy + (1 + others) * taken, own + taken
 
-    return Watch(lambda: busy, lambda: own, lambda: now, reference).load()
+    return Watch(lambda: busy, lambda: own, lambda: now, reference, processor).load()
 
 
 def test_the_machine_is_idle_where_others_use_no_core_and_the_reference_loop_is_steady():
@@ -204,6 +204,16 @@ def test_the_machine_is_idle_where_others_use_no_core_and_the_reference_loop_is_
     assert watch(1.0, [0.005]).others == pytest.approx(1.0)
     assert not watch(1.0, [0.005]).is_idle
     assert not watch(0.0, [0.005, 0.009, 0.008]).is_idle
+
+
+def test_absolute_times_are_not_compared_on_another_processor_than_that_of_their_bounds():
+    elsewhere = replace(IDLE, processor="Intel(R) Xeon(R)")
+    slow = report(absolute(40.0, goal=1.0), ratio(0.9), load=elsewhere)
+    text, code, shown = checked(Results(fake=[slow]))
+    assert (code, "bounds: 1 hold, 1 not measured" in text, "goal" in text) == (3, True, False)
+    assert f"idle; the bounds of absolute times are for {BOUNDS_SET_ON}" in shown[0]
+    assert not watch(0.0, [0.005], processor="Intel(R) Xeon(R)").compares_times
+    assert watch(0.0, [0.005], processor=BOUNDS_SET_ON).compares_times
 
 
 def test_where_the_system_does_not_say_what_others_use_the_load_average_decides():

@@ -13,10 +13,9 @@ from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_tuning import grpo
 from examples.byte_lm_tuning.functions import END, Function
 from examples.byte_lm_tuning.rewards import parse, reachable, reward_of, sensible_statements, succeeds
-from examples.byte_lm_tuning.start import CONTEXT, load_model
+from examples.byte_lm_tuning.start import CONTEXT
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.engine.strategies import GRPOStrategy
 from tests.support.programs_examples import EXAMPLES, run
 
 pytestmark = pytest.mark.slow
@@ -24,17 +23,24 @@ pytestmark = pytest.mark.slow
 DEF = "def f(self, a):\n"
 
 
+def text_of(prompt: bytes, completion: list[int]) -> str:
+    """The text that the rewards score, of tokens as the model writes them."""
+    decode = grpo.Bytes().decode
+    ended = completion[:-1] if completion[-1] == END else completion
+    return grpo.text_of(decode(list(prompt)), decode(ended), completion)
+
+
 class TestTexts:
     def test_a_finished_text_is_kept_whole(self) -> None:
-        assert grpo.text_of(list(b"def f():\n"), [*b"  x\n  y", END]) == "def f():\n  x\n  y"
+        assert text_of(b"def f():\n", [*b"  x\n  y", END]) == "def f():\n  x\n  y"
 
     def test_a_truncated_text_ends_with_its_last_whole_line(self) -> None:
-        assert grpo.text_of(list(b"def f():\n"), list(b"  x\n  y")) == "def f():\n  x\n"
-        assert grpo.text_of(list(b"def f():\n"), list(b"  x")) == "def f():\n"
-        assert grpo.text_of(list(b"def "), list(b"f(): ")) == ""
+        assert text_of(b"def f():\n", list(b"  x\n  y")) == "def f():\n  x\n"
+        assert text_of(b"def f():\n", list(b"  x")) == "def f():\n"
+        assert text_of(b"def ", list(b"f(): ")) == ""
 
     def test_bytes_that_are_not_text_do_not_parse(self) -> None:
-        text = grpo.text_of(list(b"def f():\n"), [*b" return \xff\xc3", END])
+        text = text_of(b"def f():\n", [*b" return \xff\xc3", END])
         assert parse(text) is None
         assert parse(text.replace("\ufffd", "")) is not None
 
@@ -124,9 +130,10 @@ class TestRewards:
         assert reward_of("") == 0.0
 
     def test_each_text_has_one_reward(self) -> None:
-        prompt = list(DEF.encode())
-        found = grpo.rewards([prompt] * 2, [list(b"  x = a\n  x"), [*b"  x = a\n x", END]])
+        texts = ["  x = a\n  x", "  x = a\n x"]
+        found = grpo.rewards([DEF] * 2, texts, [[*texts[0].encode()], [*texts[1].encode(), END]])
         assert found == pytest.approx([(1 + 1 / 3) / 2, (2 / 3 + 1 / 3) / 2])
+        assert grpo.success([DEF] * 2, ["  a\n  b\n", "  a\n"], [[END]] * 2) == [1.0, 0.0]
 
 
 def test_held_out_prompts_are_short_and_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +143,7 @@ def test_held_out_prompts_are_short_and_never_trained_on(monkeypatch: pytest.Mon
     training = [Function("a.py", signature, "  x\n") for signature in (a, b, a, longest)]
     held_out = [Function("b.py", signature, "  y\n") for signature in (c, b, longest.replace("f", "g"), "f" + longest)]
     monkeypatch.setattr(grpo, "functions_of_library", lambda context: (training, held_out))
-    prompts = tuple([bytes(prompt).decode() for prompt in side] for side in grpo.prompts_of_library())
+    prompts = grpo.prompts_of_library()
     assert prompts == ([a, b, longest], [c, longest.replace("f", "g")])
 
 
@@ -149,36 +156,15 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_divergence_is_measured_on_generated_tokens(demo_run: Path) -> None:
-    model, _ = load_model(demo_run)
-    strategy = GRPOStrategy(kl_coef=0.1)
-    strategy.bind(model)
-    prompts, replies = [[1, 2, 3], [4]], [[5], [6, 7, 8]]
-    assert grpo.divergence(strategy, model, prompts, replies) == 0.0
-    start, _ = load_model(demo_run)
-    with torch.no_grad():
-        model.head.weight.mul_(3.0)
-        apart = []
-        for prompt, reply in zip(prompts, replies, strict=True):
-            text = torch.tensor([prompt + reply])
-            mine, its = (each(text)[0].log_softmax(-1) for each in (model, start))
-            positions = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
-            apart += [
-                float(mine[position, token] - its[position, token])
-                for position, token in zip(positions, reply, strict=True)
-            ]
-    assert grpo.divergence(strategy, model, prompts, replies) == pytest.approx(sum(apart) / 4, abs=1e-5)
-
-
 @pytest.mark.slow
 class TestScript:
     def test_what_is_rewarded_becomes_likelier(
         self, demo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def is_ascii(prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
-            return [sum(token < 128 for token in each) / len(each) for each in completions]
+        def is_ascii(completion_ids: list[list[int]]) -> list[float]:
+            return [sum(token < 128 for token in each) / len(each) for each in completion_ids]
 
-        prompts: Any = [list(DEF.encode())], [list(b"def g():\n")]
+        prompts: Any = [DEF], ["def g():\n"]
         monkeypatch.setattr(grpo, "WRITTEN", 8)
         monkeypatch.setattr(grpo, "rewards", is_ascii)
         monkeypatch.setattr(grpo, "prompts_of_library", lambda: prompts)
@@ -203,7 +189,7 @@ class TestScript:
         *_, before, after, divergence = output
         assert before == "before: 0.0% +- 0.0% of 5 texts for held-out prompts succeed"
         assert after == "after: 0.0% +- 0.0% of 5 texts for held-out prompts succeed"
-        assert divergence == "KL to the start: 0.000 nats per byte"
+        assert divergence == "KL to the start, in the last rollout: 0.000 nats per byte"
         events = EventLog(tmp_path / "run").read(event="rollout_completed")
         (length,) = [event.payload["metrics"]["rollout/length"] for event in events]
         assert 60 < length < grpo.WRITTEN  # one byte in 256 ends a text

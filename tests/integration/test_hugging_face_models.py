@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,25 +96,61 @@ def test_adapters_alone_learn(adapted, strategy):
         assert run.strategy._reference._model is run.model, "the reference is not a copy"
 
 
-def test_the_reference_of_adapters_is_the_model_without_them(adapted):
+def move(model):
+    """As if the weights that learn had learnt."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+
+
+def test_the_reference_of_new_adapters_is_the_model_without_them():
+    pytest.importorskip("peft", reason="peft is not there: pip install peft")
+    new = with_adapters(model_of("llama", spread=3.0), trained=False)
     batch = trainer_of("dpo", model_of("llama")).train_loader[0]
     shared, apart = DPOStrategy(), DPOStrategy(reference=model_of("llama", spread=3.0))
     for strategy in (shared, apart):
-        strategy.bind(adapted)
+        strategy.bind(new)
+    assert shared._reference._initial is None, "it takes no memory"
+    move(new)
     found, expected = (each.prepare_batch(batch).targets["reference"] for each in (shared, apart))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    copied = DPOStrategy(reference=copy.deepcopy(adapted))
-    copied.bind(adapted)
+    copied = DPOStrategy(reference=copy.deepcopy(new))
+    copied.bind(new)
     assert not torch.allclose(copied.prepare_batch(batch).targets["reference"], found, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}],
+    ids=["lora", "dora", "pissa", "saved modules"],
+)
+def test_the_reference_of_trained_adapters_is_the_model_with_them_as_they_were(options):
+    pytest.importorskip("peft", reason="peft is not there: pip install peft")
+    model = with_adapters(model_of("llama", spread=3.0), trained=options == {}, **options)
+    batch = trainer_of("dpo", model_of("llama")).train_loader[0]
+    shared, apart = DPOStrategy(), DPOStrategy(reference=copy.deepcopy(model).requires_grad_(False))
+    for strategy in (shared, apart):
+        strategy.bind(model)
+    prepared = shared.prepare_batch(batch)
+    assert shared.compute_loss(model(**prepared.inputs), prepared).item() == pytest.approx(math.log(2), abs=1e-6)
+    move(model)
+    before = weights_of(model)
+    found, expected = (each.prepare_batch(batch).targets["reference"] for each in (shared, apart))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert not changed(before, model)
+    assert list(model.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("strategy", ["dpo", "grpo", "ppo"])
-def test_adapters_learn_as_beside_a_frozen_model_of_their_own(adapted, strategy):
-    other = copy.deepcopy(adapted)
+def test_adapters_learn_as_beside_a_frozen_model_of_their_own(strategy, trained):
+    pytest.importorskip("peft", reason="peft is not there: pip install peft")
+    adapted, other, frozen = (with_adapters(model_of("llama", spread=3.0), trained=trained) for _ in range(3))
     shared, apart = trainer_of(strategy, adapted), trainer_of(strategy, other)
-    base = model_of("llama", spread=3.0)
     kept = apart.strategy._reference
-    kept.given, kept._model, kept._switched_off = base, base, type(kept)(None, "")._switched_off
+    kept.given = kept._model = frozen.requires_grad_(False)
+    kept._as_it_was = nullcontext
     losses = [run.train()["train/loss"] for run in (shared, apart)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     for name, value in adapted.state_dict().items():

@@ -117,6 +117,8 @@ def test_preference_learning_matches_trl(model, loss_type, beta, smoothing):
         ("grpo", {"temperature": 0.7, "kl_coef": 0.2}),
         ("bnpo", {"temperature": 1.0, "normalization": "token_mean"}),
         ("dr_grpo", {"temperature": 1.3, "normalization": "dr_grpo", "max_length": 6, "clip_range_high": 0.4}),
+        ("grpo", {"temperature": 0.9, "ratio": "sequence", "kl_coef": 0.1, "clip_range": 0.05, "clip_range_high": 0.1}),
+        ("cispo", {"temperature": 1.0, "objective": "cispo", "normalization": "token_mean", "clip_range_high": 0.1}),
     ],
 )
 def test_group_relative_learning_matches_trl(model, loss_type, options):
@@ -150,6 +152,8 @@ def test_group_relative_learning_matches_trl(model, loss_type, options):
     batch = strategy.learn_from(rows, kl_coef)
     loss, _ = trl_trainers.grpo_loss(
         log_probs(theirs), old, trl_trainers.grpo_advantages(rewards, 2, "group"), mask[:, PROMPT:], loss_type,
-        high=options.get("clip_range_high", 0.2), beta=kl_coef, reference=of_reference, max_length=6,
+        low=options.get("clip_range", 0.2), level=options.get("ratio", "token"),
+        high=options.get("clip_range_high", 0.2) + (loss_type == "cispo"),  # its bound is that of the ratio itself
+        beta=kl_coef, reference=of_reference, max_length=6,
     )  # fmt: skip
     assert_alike(strategy, model, batch, loss, theirs)

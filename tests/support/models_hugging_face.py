@@ -62,12 +62,15 @@ def model_of(family, attention="sdpa", seed=0, spread=1.0):
     return model.eval()
 
 
-def with_adapters(model, seed=0):
-    """LoRA on the attention of a Llama."""
+def with_adapters(model, seed=0, trained=True, **options):
+    """LoRA on the attention of a Llama; unless they are trained, new adapters leave its outputs unchanged."""
     import peft
 
     torch.manual_seed(seed)
-    found = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+    found = peft.get_peft_model(model, config)
+    if not trained:
+        return found
     with torch.no_grad():  # B is 0 at first, and A would learn nothing in the first step
         for name, parameter in found.named_parameters():
             if "lora_B" in name:

@@ -1,5 +1,7 @@
 """Small language models, their batches, and a check that a bad batch is rejected."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -142,3 +144,31 @@ def refusal(make, error=ConfigurationError):
     with pytest.raises(error) as caught:
         make()
     return str(caught.value)
+
+
+class Adapted(nn.Module):
+    """A frozen table and head with an adapter of two factors; unless it is trained, the second is 0, as in LoRA."""
+
+    def __init__(self, trained=False, seed=0, vocabulary=VOCABULARY):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(vocabulary, 6).requires_grad_(False)
+        self.head = nn.Linear(6, vocabulary, bias=False).requires_grad_(False)
+        torch.manual_seed(seed)
+        self.lora_A, self.lora_B = nn.Linear(6, 2, bias=False), nn.Linear(2, vocabulary, bias=False)
+        self.enabled = True
+        if not trained:
+            nn.init.zeros_(self.lora_B.weight)
+
+    @contextmanager
+    def disable_adapter(self):
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    def forward(self, tokens):
+        hidden = self.table(tokens)
+        logits = self.head(hidden)
+        return logits + 3 * self.lora_B(self.lora_A(hidden)) if self.enabled else logits

@@ -21,11 +21,15 @@ from pulsetrain.engine import (
     Every,
     GRPOStrategy,
     JaxBackend,
+    KTOStrategy,
+    ORPOStrategy,
     PPOStrategy,
     PretrainStrategy,
+    RewardModelStrategy,
     SFTStrategy,
     TorchBackend,
 )
+from pulsetrain.engine.data.preferences import pad_unpaired
 from pulsetrain.engine.data.sequences import pack, pad_examples
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
@@ -158,6 +162,12 @@ def preferences() -> list[dict[str, Tensor]]:
     ]
 
 
+def judged() -> list[dict[str, Tensor]]:
+    """Five batches of two answers, one of them desirable."""
+    examples = [{**each, "desirable": number % 2 == 0} for number, each in enumerate(texts(10, 1))]
+    return [pad_unpaired(examples[n : n + 2], length=LENGTH) for n in range(0, 10, 2)]
+
+
 @cache
 def _stored() -> list[dict[str, Tensor]]:
     return DPOStrategy(reference=language_model()).store_reference(preferences())
@@ -207,6 +217,16 @@ COPIED = Task("dpo-copied", DPOStrategy, preferences, _dropping_out, jax_languag
 STORED = Task(
     "dpo-stored", lambda: DPOStrategy(reference=None), _stored, language_model, jax_language_model, cuts=(2, 5)
 )
+ODDS = Task("orpo", ORPOStrategy, preferences, _dropping_out, jax_language_model, (3, 5), {"accumulate": 2})
+JUDGED = Task("kto", KTOStrategy, judged, _dropping_out, jax_language_model, cuts=(2, 5))
+REWARDS = Task(
+    "reward-model",
+    lambda: RewardModelStrategy(center_coef=0.01),
+    preferences,
+    with_values,
+    lambda: jax_language_model(values=True),
+    cuts=(2, 5),
+)
 CARTPOLE = Task(
     "ppo-cartpole",
     lambda: PPOStrategy(minibatch_size=16, minibatch_epochs=2, entropy_coef=0.01),
@@ -239,7 +259,7 @@ GROUPS = Task(
     settings={"max_epochs": 3, "accumulate": 3},  # updates span the ends of rollouts
     metric="rollout/reward",
 )
-TASKS = (PRETRAIN, PADDED, PACKED, COPIED, STORED, CARTPOLE, TEXTS, GROUPS)
+TASKS = (PRETRAIN, PADDED, PACKED, COPIED, STORED, ODDS, JUDGED, REWARDS, CARTPOLE, TEXTS, GROUPS)
 
 
 def on_each(tasks: Sequence[Task] = TASKS, backends: Sequence[str] = (TORCH, FUNCTIONAL, JAX)) -> pytest.MarkDecorator:

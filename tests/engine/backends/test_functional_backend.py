@@ -1,5 +1,6 @@
 """Torch on values: what a state holds, ensembles by torch.vmap, and what works in place alone."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -189,6 +190,40 @@ def test_clipping_weights_in_half_precision_leaves_an_update_as_in_place(library
         assert found[name].dtype == torch.float16
         assert (found[name] != start[name]).all()
         torch.testing.assert_close(found[name] - start[name], tensor - start[name], rtol=5e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=needs_jax)])
+def test_a_factor_in_float64_leaves_gradients_in_their_own_type(library):
+    """Counts are divided in float64, which would widen a scalar in torch, and everything in jax."""
+    start = {"weight": torch.ones(2, 4), "scale": torch.ones(())}
+    if library == "jax":
+        import jax
+
+        model = (
+            lambda weights, x: weights["scale"] * (x @ weights["weight"].T),
+            {k: v.numpy() for k, v in start.items()},
+        )
+        backend, wide = JaxBackend("cpu"), jax.enable_x64(True)
+    else:
+
+        class Scaled(nn.Linear):
+            def __init__(self):
+                super().__init__(4, 2, bias=False)
+                self.scale = nn.Parameter(torch.ones(()))
+
+            def forward(self, inputs):
+                return self.scale * super().forward(inputs)
+
+        model, backend, wide = Scaled(), TorchBackend(functional=True, device="cpu"), nullcontext()
+    strategy, half = SupervisedStrategy("mse"), torch.tensor(0.5, dtype=torch.float64)
+    with wide:
+        state = TrainerCore(backend, strategy, BackendSettings(device="cpu")).init(model, "sgd", learning_rate=0.5)
+        batch = backend.prepare_batch((torch.ones(3, 4), torch.zeros(3, 2)), strategy)
+        found = backend.forward_backward(state, batch, strategy, half)
+        found = backend.forward_backward(state, batch, strategy, half, found)
+        finished = backend.finish_gradients(state, found, half)
+        gradients = backend.flat(finished.gradients)
+    assert {name: each.dtype for name, each in gradients.items()} == {"weight": torch.float32, "scale": torch.float32}
 
 
 def test_every_part_of_the_protocol_is_there():

@@ -56,6 +56,15 @@ def test_an_update_takes_one_forward_pass():
     assert passes_of(GRPOStrategy(2)) == ["policy"] * 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"ratio": "sequence"}, {"objective": "cispo"}, {"advantages": "gdpo"}, {"advantages": "rloo", "ratio": "product"}],
+    ids=str,
+)
+def test_so_does_every_member_of_the_family(options):
+    assert passes_of(GRPOStrategy(2, entropy_coef=0.1, **options)) == ["policy"] * 3
+
+
 def test_a_reference_takes_one_more():
     assert passes_of(GRPOStrategy(2, kl_coef=0.1)) == ["reference", "policy"] * 3
 
@@ -102,6 +111,10 @@ def learnt(strategy, **options):
         {"kl_coef": 0.2},
         {"temperature": 0.7, "normalization": "token_mean", "scale_rewards": "batch"},
         {"kl_coef": 0.1, "temperature": 1.4, "normalization": "dr_grpo", "max_length": 4, "clip_range_high": 0.3},
+        {"ratio": "sequence", "entropy_coef": 0.1},
+        {"objective": "cispo", "normalization": "token_mean", "kl_coef": 0.1},
+        {"advantages": "rloo", "ratio": "product", "temperature": 0.8},
+        {"advantages": "gdpo", "entropy_coef": 0.2},
     ],
     ids=str,
 )

@@ -177,7 +177,10 @@ def test_the_metrics_of_a_rollout_of_texts_are_right_by_hand():
     assert values["rollout/reward"] == pytest.approx(2.0)
     assert values["rollout/reward_std"] == pytest.approx(math.sqrt(34 / 6))
     assert values["rollout/length"] == pytest.approx(14 / 6)
+    assert (values["rollout/length_min"], values["rollout/length_max"]) == (1.0, 4.0)
     assert values["rollout/ended"] == pytest.approx(5 / 6)
+    assert values["rollout/truncated"] == pytest.approx(1 / 6)
+    assert values["rollout/zero_variance_groups"] == 0.0
     assert values["rollout/reference_kl"] == 0.0
     (rewards,) = recorded.rewards
     assert (rewards.mean, rewards.minimum, rewards.maximum, rewards.count) == (2.0, -1.0, 6.0, 6)

@@ -55,23 +55,14 @@ def good_sampler(prompts, max_new_tokens, **options):
 
 
 REWARDS = [
-    ([1.0, math.nan, 0.0, 0.0], ValueError, "TextRollouts: rewards[1]=nan: needs finite numbers, and 1 of 4 are not"),
-    ([1.0, 0.0, math.inf, -math.inf], ValueError, "TextRollouts: rewards[2]=inf: needs finite numbers, and 2 of 4"),
-    ([1e300, 0.0, 0.0, 0.0], ValueError, "TextRollouts: rewards[0]=inf"),
-    ([1.0, 2.0], ValueError, "TextRollouts: the reward returned numbers of shape (2,) for 4 texts; needs one for each"),
-    ([[1.0]] * 4, ValueError, "TextRollouts: the reward returned numbers of shape (4, 1) for 4 texts"),
-    (2.0, ValueError, "TextRollouts: the reward returned numbers of shape () for 4 texts"),
-    (None, TypeError, "TextRollouts: the reward returned None; needs a list of numbers, one for each of the 4 texts"),
-    (
-        ["good"] * 4,
-        TypeError,
-        "TextRollouts: the reward returned ['good', 'good', 'good', 'good']; needs a list of numbers",
-    ),
-    (
-        [1.0, None, 2.0, 3.0],
-        TypeError,
-        "TextRollouts: the reward returned [1.0, None, 2.0, 3.0]; needs a list of",
-    ),
+    ([1.0, math.nan, 0.0, 0.0], ValueError, "returned nan for text 1: needs finite numbers, and 1 of 4 are not"),
+    ([1.0, 0.0, math.inf, -math.inf], ValueError, "returned inf for text 2: needs finite numbers, and 2 of 4"),
+    ([1e300, 0.0, 0.0, 0.0], ValueError, "returned inf for text 0"),
+    ([1.0, 2.0], ValueError, "returned numbers of shape (2,) for 4 texts; needs one for each"),
+    ([[1.0]] * 4, ValueError, "returned numbers of shape (4, 1) for 4 texts"),
+    (2.0, ValueError, "returned numbers of shape () for 4 texts"),
+    (None, TypeError, "returned None; needs a list of numbers, one for each of the 4 texts"),
+    (["good"] * 4, TypeError, "returned ['good', 'good', 'good', 'good']; needs a list of numbers"),
     ([[1.0], [1.0, 2.0], [], []], TypeError, "needs a list of numbers, one for each of the 4 texts"),
 ]
 
@@ -79,7 +70,13 @@ REWARDS = [
 @pytest.mark.parametrize(("given", "error", "message"), REWARDS, ids=[str(given) for given, *_ in REWARDS])
 def test_rewards_that_are_not_numbers_are_refused(given, error, message):
     run = texts(reward=later(good_reward, lambda prompts, completions: given), updates=3)
-    assert_refused(run, error, [message])
+    assert_refused(run, error, ["TextRollouts: the reward 'both' ", message])
+    assert run.state.update == 1
+
+
+def test_a_text_that_no_reward_applies_to_is_named():
+    run = texts(reward=later(good_reward, lambda prompts, completions: [1.0, None, 2.0, 3.0]), updates=3)
+    assert_refused(run, ValueError, ["TextRollouts: no reward applies to text 1 of 4, for the prompt ["])
     assert run.state.update == 1
 
 

@@ -162,6 +162,13 @@ def test_sizes_on_a_device_are_weighed_without_a_look_at_them():
     assert [(weight * correction).item() for weight in weights] == pytest.approx([3 / 8, 0, 5 / 8])
 
 
+@pytest.mark.parametrize("rule", [Accumulate(batches=3), Accumulate(tokens=21)], ids=repr)
+def test_counts_on_a_device_are_weighed_as_exactly_as_numbers(rule):
+    sizes = [7, 3, 11]
+    (weights,) = windows(rule, [torch.tensor(size) for size in sizes], sizes)
+    assert [weight.item() for weight in weights] == pytest.approx([size / 21 for size in sizes], rel=1e-15, abs=0)
+
+
 class CountReads(TorchDispatchMode):
     count = 0
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm
+from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 
 
 def parameters_with(*gradients, device="cpu"):
@@ -107,3 +107,16 @@ def test_a_bound_that_is_not_positive_is_refused(bound):
         clip_grad_norm([], bound)
     with pytest.raises(ConfigurationError, match=r"clip_grad_value\(max_value=.*\): needs a positive number"):
         clip_grad_value([], bound)
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 2, [torch.float64] * 2, [torch.float32, torch.float64]], ids=str)
+def test_a_factor_in_float64_leaves_gradients_in_their_own_type(dtypes):
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=each)) for shape, each in zip([(), (2,)], dtypes, strict=True)]
+    for each in parameters:
+        each.grad = torch.full_like(each, 3.0)
+    scale_grads(parameters, torch.tensor(1 / 7, dtype=torch.float64))
+    assert [each.grad.dtype for each in parameters] == dtypes
+    for each in parameters:
+        torch.testing.assert_close(
+            each.grad, torch.full_like(each, 3 / 7), rtol=4 * torch.finfo(each.dtype).eps, atol=0
+        )

@@ -7,7 +7,7 @@ from torch import nn
 from pulsetrain.engine import DPOStrategy, Every, GRPOStrategy, PPOStrategy
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.rollouts import TextRollouts
-from pulsetrain.engine.strategies import WithValueHead, dpo, language
+from pulsetrain.engine.strategies import WithValueHead, answers, language
 from pulsetrain.handlers import Checkpointer
 from tests.support.formulas import IGNORED
 from tests.support.models import trainer
@@ -125,7 +125,7 @@ def test_means_that_were_stored_already_are_computed_again():
 def test_each_side_has_one_stored_number_for_each_pair():
     numbers = {"reference_chosen_log_probs": torch.zeros(3), "reference_rejected_log_probs": torch.zeros(1)}
     run = run_of([{**PAIRS, **numbers}], DPOStrategy(reference=None))
-    assert_refused(run, ValueError, ["'reference_chosen_log_probs' has shape (3,), and there are 2 pairs"])
+    assert_refused(run, ValueError, ["'reference_chosen_log_probs' has shape (3,), and there are 2 rows"])
 
 
 def test_nothing_is_measured_against_two_things():
@@ -147,7 +147,7 @@ def test_a_tie_prefers_nothing():
 @pytest.mark.parametrize("loss_type", ["sigmoid", IPO])
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
 def test_a_pair_with_only_one_answer_adds_no_gradient_if_values_are_unchecked(monkeypatch, loss_type, side):
-    for module in (language, dpo):
+    for module in (language, answers):
         monkeypatch.setattr(module, "on_host", lambda value: False)
     torch.manual_seed(0)
     model, reference = Short(), Short()

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
+from pulsetrain.engine import (
+    DPOStrategy,
+    GRPOStrategy,
+    KTOStrategy,
+    PPOStrategy,
+    PretrainStrategy,
+    RewardModelStrategy,
+    SFTStrategy,
+)
 from pulsetrain.engine.errors import ConfigurationError
 from tests.support.formulas import IGNORED, VOCABULARY
 from tests.support.models import Tokens, trainer
@@ -42,6 +50,7 @@ def stored(**changed):
     return {**PAIRS, **given, **changed}
 
 
+JUDGED = {**TEXTS, "desirable": torch.tensor([True, False]), "kl_input_ids": TOKENS, "kl_labels": LABELS}
 LONG = torch.zeros(2, CONTEXT + 2, dtype=torch.int64)
 LEFT = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
 CASES = [
@@ -110,13 +119,13 @@ CASES = [
          "lacks 'rejected_labels'"),
     case("dpo-another number", DPOStrategy, Short, PAIRS,
          {**PAIRS, "rejected_input_ids": TOKENS[:1], "rejected_labels": LABELS[:1]}, ValueError,
-         "DPOStrategy: 2 chosen rows and 1 rejected ones"),
+         "DPOStrategy: 2 rows of 'chosen_input_ids' and 1 of 'rejected_input_ids'"),
     case("dpo-masked", DPOStrategy, Short, PAIRS, {**PAIRS, "rejected_labels": ONE_MASKED}, ValueError,
-         "'rejected_labels' of row 1 mask all of it", "leave such pairs out"),
+         "'rejected_labels' of row 1 mask all of it", "leave such rows out"),
     case("dpo-padded left", DPOStrategy, Short, PAIRS, {**PAIRS, "chosen_attention_mask": LEFT}, ValueError,
          "DPOStrategy: 'chosen_attention_mask' has padding before tokens"),
     case("dpo-packed", DPOStrategy, Placed, PAIRS, {**PAIRS, "chosen_position_ids": TOKENS}, ValueError,
-         "DPOStrategy: 'chosen_position_ids' mark rows of several documents", "do not pack pairs"),
+         "DPOStrategy: 'chosen_position_ids' mark rows of several documents", "do not pack them"),
     case("dpo-too long", DPOStrategy, Short, PAIRS, {**PAIRS, "chosen_input_ids": LONG, "chosen_labels": LONG},
          ValueError, "'chosen_input_ids' of shape (2, 8): 7 positions are more than"),
     case("dpo-no such label", DPOStrategy, Short, PAIRS, {**PAIRS, "rejected_labels": ONE_LABEL_OUT}, ValueError,
@@ -132,7 +141,44 @@ CASES = [
          "DPOStrategy: stored log-probabilities of the reference are not finite", "store them again"),
     case("dpo-stored tokens", lambda: DPOStrategy(reference=None), Short, stored(),
          stored(reference_rejected_log_probs=torch.zeros(3)), ValueError,
-         "'reference_rejected_log_probs' has shape (3,), and there are 2 pairs; one number for each"),
+         "'reference_rejected_log_probs' has shape (3,), and there are 2 rows; one number for each"),
+    # --------------------------------------------------------------------------------- KTOStrategy, RewardModelStrategy
+    case("kto-not judged", KTOStrategy, Short, JUDGED, without(JUDGED, "desirable"), TypeError,
+         "lacks 'desirable'", "pad_unpaired makes them"),
+    case("kto-judged by numbers", KTOStrategy, Short, JUDGED, {**JUDGED, "desirable": torch.tensor([1, 0])}, TypeError,
+         "KTOStrategy: 'desirable' is int64 (2,); needs booleans, pass desirable != 0"),
+    case("kto-judged by token", KTOStrategy, Short, JUDGED, {**JUDGED, "desirable": LABELS > 0}, ValueError,
+         "KTOStrategy: 'desirable' is bool (2, 6), and there are 2 rows; one boolean for each"),
+    case("kto-no divergence", KTOStrategy, Short, JUDGED, without(JUDGED, "kl_labels"), TypeError, "lacks 'kl_labels'"),
+    case("kto-another number", KTOStrategy, Short, JUDGED,
+         {**JUDGED, "kl_input_ids": TOKENS[:1], "kl_labels": LABELS[:1]}, ValueError,
+         "KTOStrategy: 2 rows of 'input_ids' and 1 of 'kl_input_ids'"),
+    case("kto-no such label", KTOStrategy, Short, JUDGED, {**JUDGED, "labels": ONE_LABEL_OUT}, ValueError,
+         "=99): needs ids from 0 to 4"),
+    case("reward-one side", RewardModelStrategy, Valued, PAIRS, without(PAIRS, "rejected_input_ids"), TypeError,
+         "RewardModelStrategy: a batch with", "lacks 'rejected_input_ids'", "pad_pairs"),
+    case("reward-no labels", RewardModelStrategy, Valued, PAIRS, without(PAIRS, "chosen_labels"), TypeError,
+         "lacks 'chosen_labels'"),
+    case("reward-another number", RewardModelStrategy, Valued, PAIRS,
+         {**PAIRS, "rejected_input_ids": TOKENS[:1], "rejected_labels": LABELS[:1]}, ValueError,
+         "RewardModelStrategy: 2 rows of 'chosen_input_ids' and 1 of 'rejected_input_ids'"),
+    case("reward-shapes", RewardModelStrategy, Valued, PAIRS, {**PAIRS, "chosen_labels": LABELS[:, 1:]}, ValueError,
+         "'chosen_labels' is int64 (2, 5), the tokens have shape (2, 6)"),
+    case("reward-nothing", RewardModelStrategy, Valued, PAIRS,
+         {**PAIRS, "rejected_labels": torch.full_like(LABELS, IGNORED)}, ValueError,
+         "RewardModelStrategy: 'rejected_labels' of row 0 mask all of it", "leave such rows out"),
+    case("reward-padded left", RewardModelStrategy, Valued, PAIRS, {**PAIRS, "chosen_attention_mask": LEFT}, ValueError,
+         "RewardModelStrategy: 'chosen_attention_mask' has padding before tokens"),
+    case("reward-packed", RewardModelStrategy, Valued, PAIRS, {**PAIRS, "chosen_position_ids": TOKENS}, ValueError,
+         "RewardModelStrategy: 'chosen_position_ids' mark rows of several documents"),
+    case("reward-too long", RewardModelStrategy, Valued, PAIRS,
+         {**PAIRS, "chosen_input_ids": LONG, "chosen_labels": LONG}, ValueError,
+         "'chosen_input_ids' of shape (2, 8): 8 positions are more than"),
+    case("reward-a margin for all", RewardModelStrategy, Valued, PAIRS, {**PAIRS, "margin": torch.tensor(0.5)},
+         ValueError,
+         "RewardModelStrategy: 'margin' is float32 (), and there are 2 pairs; one number for each"),
+    case("reward-no margin", RewardModelStrategy, Valued, PAIRS, {**PAIRS, "margin": torch.tensor([0.5, float("inf")])},
+         ValueError, "'margin' has numbers that are not finite"),
     # ---------------------------------------------------------------------------------------- PPOStrategy, GRPOStrategy
     case("ppo-plain texts", PPOStrategy, Valued, ROWS, TEXTS, TypeError,
          "PPOStrategy: a batch with input_ids, labels lacks 'log_probs'",
@@ -189,6 +235,12 @@ def test_a_model_without_values_is_not_a_critic():
         "the model returned float32 (2, 5, 5); needs a pair (logits, values), values of shape (2, 5)",
         "WithValueHead",
     ]
+    assert_refused(run, TypeError, expected)
+
+
+def test_a_language_model_without_a_head_for_rewards_is_not_a_reward_model():
+    run = trainer({"max_epochs": 1}, model=Short(), train_loader=[PAIRS], strategy=RewardModelStrategy())
+    expected = ["the model returned float32 (4, 6, 5); needs a reward for each row", "WithValueHead"]
     assert_refused(run, TypeError, expected)
 
 

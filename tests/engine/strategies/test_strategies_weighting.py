@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
+from pulsetrain.engine import (
+    DPOStrategy,
+    GRPOStrategy,
+    KTOStrategy,
+    PPOStrategy,
+    PretrainStrategy,
+    RewardModelStrategy,
+    SFTStrategy,
+    SimPOStrategy,
+)
+from pulsetrain.engine.data.preferences import pad_unpaired
 from pulsetrain.engine.data.sequences import pack, pad_examples
 from tests.support import formulas
 from tests.support.formulas import IGNORED, VOCABULARY
@@ -62,7 +72,12 @@ def test_rows_weigh_by_the_tokens_that_do_not_begin_a_document():
     assert_weighs(Attending, strategy, [tokens[:1], tokens[1:]], tokens)
 
 
-def test_preferences_weigh_by_their_pairs():
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [(Attending, DPOStrategy), (Attending, SimPOStrategy), (Acting, lambda: RewardModelStrategy(0.1))],
+    ids=["dpo", "simpo", "reward model"],
+)
+def test_preferences_weigh_by_their_pairs(model, strategy):
     examples = documents()[:4]
     worse = [{**each, "input_ids": (each["input_ids"] + 1) % VOCABULARY} for each in examples]
     for each in worse:
@@ -72,7 +87,14 @@ def test_preferences_weigh_by_their_pairs():
         sides = {"chosen": pad_examples(examples[first:last]), "rejected": pad_examples(worse[first:last])}
         return {f"{side}_{name}": value for side, fields in sides.items() for name, value in fields.items()}
 
-    assert_weighs(Attending, DPOStrategy, [pairs(0, 1), pairs(1, 4)], pairs(0, 4))
+    assert_weighs(model, strategy, [pairs(0, 1), pairs(1, 4)], pairs(0, 4))
+
+
+def test_single_answers_weigh_alike():
+    examples = [{**each, "desirable": number % 2 == 0} for number, each in enumerate(documents()[:4])]
+    batches = [pad_unpaired(examples[:1]), pad_unpaired(examples[1:])]
+    strategy = lambda: KTOStrategy(loss_type="apo_zero_unpaired")  # noqa: E731  # "kto" estimates a number a batch
+    assert_weighs(Attending, strategy, batches, pad_unpaired(examples))
 
 
 @pytest.mark.parametrize(

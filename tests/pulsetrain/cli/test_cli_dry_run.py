@@ -192,6 +192,38 @@ def test_only_two_batches_are_read_of_each_set(
     assert "none: no handler is a Checkpointer" in output
 
 
+HELD_OUT = """
+import torch
+from pulsetrain.engine.rollouts import TextRollouts
+
+asked = []
+
+class Table(torch.nn.Embedding):
+    def __init__(self):
+        super().__init__(8, 8)
+
+def reward(prompts, completions):
+    asked.append(len(prompts))
+    return [1.0] * len(prompts)
+
+def data():
+    options = {"max_new_tokens": 2, "prompts_per_rollout": 3}
+    return TextRollouts([[1], [2]], reward, **options), TextRollouts([[1]] * 50, reward, **options)
+"""
+
+
+def test_two_batches_of_held_out_prompts_are_answered(
+    folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "held_out.py").write_text(HELD_OUT)
+    strategy = "--strategy={class_path: GRPOStrategy, init_args: {group_size: 2}}"
+    assert dry("--model", "held_out.Table", "--data", "held_out.data", strategy, "--handlers=[]") == 0
+    import held_out  # type: ignore[import-not-found]
+
+    assert held_out.asked == [6, 3, 3]  # a rollout, and two batches of the other prompts
+    assert rows(capsys.readouterr().out)["validated"].startswith("val: 6 of 50 prompts, val/reward 1, ")
+
+
 def test_accumulation_continues_to_an_update(folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry("--training.accumulate", "4") == 0
     assert rows(capsys.readouterr().out)["trained"].startswith("4 batches, 1 update, ")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -79,122 +78,6 @@ def write(folder: Path, width: int = 4) -> Path:
 def assembled(path: Path, folder: str | Path, resume: str | None = None, **overrides: str) -> Any:
     config = read_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
     return assemble(config, path.parent, folder, resume=resume)
-
-
-@dataclass(frozen=True)
-class Size:
-    width: int
-    depth: int = 1
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"Size(width={self.width}): needs at least 1")
-
-
-class Part:
-    def __init__(
-        self,
-        number: int,
-        ratio: float | None = None,
-        mode: Literal["min", "max"] = "min",
-        options: Mapping[str, Any] | None = None,
-        names: list[str] | None = None,
-        size: Size | None = None,
-        other: Part | None = None,
-        flag: bool = False,
-        folder: str = "none",
-    ) -> None:
-        self.__dict__.update(number=number, ratio=ratio, size=size, other=other, folder=folder, options=options)
-
-
-def made(**arguments: Any) -> Any:
-    return instantiate({"class_path": Part, "init_args": {"number": 1, **arguments}}, "part")
-
-
-class TestBuild:
-    def test_arguments_take_their_annotated_types(self) -> None:
-        part = made(number=1e3, ratio="3e-4", size={"width": 2}, options={"class_path": "kept"})
-        assert (part.number, part.ratio, part.size, part.options) == (1000, 3e-4, Size(2), {"class_path": "kept"})
-        assert type(part.number) is int
-
-    def test_objects_inside_objects_are_made_too(self) -> None:
-        inner = {"class_path": f"{__name__}.Part", "init_args": {"number": 2}}
-        assert made(other=inner).other.number == 2
-
-    def test_provided_arguments_fill_in_missing_parameters(self) -> None:
-        spec = {"class_path": Part, "init_args": {"number": 1}}
-        assert instantiate(spec, "part", folder="runs/a", unasked=1).folder == "runs/a"
-        assert instantiate({**spec, "init_args": {"number": 1, "folder": "b"}}, "part", folder="runs/a").folder == "b"
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"number": "two"}, "part.init_args.number='two': needs a whole number"),
-            ({"number": 1.5}, "part.init_args.number=1.5: needs a whole number"),
-            ({"ratio": "much"}, "part.init_args.ratio='much': needs a number or null"),
-            ({"mode": "mni"}, "part.init_args.mode='mni': needs min or max"),
-            ({"options": [1]}, "part.init_args.options=[1]: needs a mapping or null"),
-            ({"names": 3}, "part.init_args.names=3: needs a list or null"),
-            ({"flag": "perhaps"}, "part.init_args.flag='perhaps': needs true or false"),
-            ({"size": 3}, "part.init_args.size=3: needs a mapping with width, depth or null"),
-            ({"size": {"width": "x"}}, "part.init_args.size.width='x': needs a whole number"),
-            (
-                {"size": {"height": 1}},
-                "part.init_args.size.height: unknown argument of Size; choose one of depth, width",
-            ),
-            ({"size": {"depth": 1}}, "part.init_args.size: Size needs width as well"),
-            ({"size": {"width": 0}}, "in part.init_args.size: Size(width=0): needs at least 1"),
-            ({"other": 3}, "part.init_args.other=3: needs a mapping with the class_path of a Part or null"),
-            ({"nmber": 3}, "unknown argument of Part; choose one of flag, folder, mode, names, number"),
-        ],
-    )
-    def test_errors_name_the_settings_of_the_file(self, arguments: dict[str, Any], message: str) -> None:
-        with pytest.raises(ConfigurationError) as caught:
-            made(**arguments)
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
-        assert "<class" not in str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("spec", "message"),
-        [
-            (3, "part=3: needs a class path"),
-            ({"init_args": {}}, "needs a class path"),
-            ({"class_path": Part, "init_arg": {}}, "part.init_arg: unknown key.*did you mean 'init_args'"),
-            ({"class_path": Part, "init_args": 3}, "part.init_args=3: needs a mapping"),
-            ({"class_path": Part}, "part.init_args: Part needs number as well"),
-            ("Part", r"class_path='Part': needs a path with a module"),
-            ("nowhere.Part", "there is no module 'nowhere'"),
-            ("pulsetrain.engine.nowhere.Part", "there is no module 'pulsetrain.engine.nowhere'"),
-            (f"{__name__}.Prat", r"unknown name in .*did you mean 'Part'"),
-            (
-                "pulsetrain.engine.metrics.Acuracy",
-                "unknown name in pulsetrain.engine.metrics; choose one of Accuracy, .*mean 'Accuracy'",
-            ),
-            (
-                "pulsetrain.engine.schedules.Cosin",
-                "unknown name in pulsetrain.engine.schedules; choose one of .*did you mean 'Cosine'",
-            ),
-            (
-                "pulsetrain.engine.strategies.SupervisdStrategy",
-                "PPOStrategy, PretrainStrategy, SFTStrategy, SupervisedStrategy.*did you mean 'SupervisedStrategy'",
-            ),
-            ("torch.nn.Linaer", r"unknown name in torch.nn; there are \d+ others; did you mean 'Linear'"),
-        ],
-    )
-    def test_names_that_do_not_exist_are_rejected(self, spec: Any, message: str) -> None:
-        with pytest.raises(ConfigurationError, match=message):
-            instantiate(spec, "part")
-
-    def test_an_error_of_the_callable_keeps_its_text_and_gains_its_location(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"^in data: ZeroDivisionError: ") as caught:
-            instantiate({"class_path": lambda: 1 // 0}, "data")
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-    def test_names_that_need_no_path_are_listed(self) -> None:
-        assert instantiate("Part", "part", {"Part": lambda: 7}) == 7
-        with pytest.raises(ConfigurationError, match=r"class_path='Prat'.*choose one of Part; did you mean 'Part'"):
-            instantiate("Prat", "part", {"Part": Part})
 
 
 class TestClassPaths:

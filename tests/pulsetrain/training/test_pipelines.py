@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.byte_lm.model import ByteGPT
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import (
-    CheckpointError,
-    ConfigurationError,
-    DPOStrategy,
-    Events,
-    Every,
-    GRPOStrategy,
-    SFTStrategy,
-    SupervisedStrategy,
-    TorchBackend,
-)
+from pulsetrain.engine import CheckpointError, Events, Every, SFTStrategy, SupervisedStrategy
 from pulsetrain.engine.checkpoint import save_safetensors
-from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.distributed.topology import Topology
-from pulsetrain.handlers import BestModel, CrashBundle, Fingerprints, GradientMonitor, NaNGuard
+from pulsetrain.handlers import Fingerprints, GradientMonitor, NaNGuard
 from tests.support.ranks import Ended, in_processes
-from tests.support.runs_of_ranks import double, make_with, shared_loader
-from tests.support.runs_of_shards import apart, sharded, trained
+from tests.support.runs_of_pipelines import gpt, layers, pipelined, texts
+from tests.support.runs_of_ranks import double, make_with
+from tests.support.runs_of_shards import apart, trained
 
 SCHEDULES = ["1f1b", "gpipe", "interleaved"]
-
-
-def layers(seed: int = 0, dropout: float = 0.0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Dropout(dropout),
-        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1),
-    ).double()  # fmt: skip
-
-
-def pipelined(**topology: Any) -> TorchBackend:
-    return sharded(**{"shard": 1, "pipeline": 2, **topology})
 
 
 def check(ended: list[Ended], one: dict[str, Any], bound: float = 1e-12) -> None:
@@ -158,18 +133,6 @@ def test_a_model_output_without_rows_is_refused_where_outputs_are_put_together()
     assert any("which has no rows" in each.error for each in in_processes(run))
 
 
-def texts(count: int, *, packed: bool = False) -> list[dict[str, Tensor]]:
-    """Rows of which each has another number of trained tokens."""
-    generator, rows = torch.Generator().manual_seed(1), []
-    for at in range(count):
-        tokens = torch.randint(1, 32, (13,), generator=generator)
-        labels = torch.where(torch.arange(13) < at % 11, IGNORED, tokens)
-        rows.append({"input_ids": tokens, "labels": labels})
-        if packed:
-            rows[-1]["position_ids"] = torch.cat([torch.arange(3 + at % 5), torch.arange(10 - at % 5)])
-    return rows
-
-
 def learn_texts(
     model: nn.Module, rows: list[dict[str, Tensor]], backend: Any, *handlers: Any, **config: Any
 ) -> dict[str, Any]:
@@ -183,11 +146,6 @@ def learn_texts(
     found["val"] = [value for name in ("train/loss", "val/loss", "val/token_accuracy") for value in history[name]]
     found["val"] += [trainer.state.samples, trainer.state.tokens]
     return found
-
-
-def gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return ByteGPT(layers=4, width=16, heads=2, context=16, vocabulary=32).to(dtype)
 
 
 @pytest.mark.slow
@@ -339,175 +297,3 @@ def test_an_error_of_the_last_layers_ends_all_processes_with_its_text():
 
     for each in in_processes(run):
         assert "the layer cannot do this" in each.error.splitlines()[-1] or "the layer cannot do this" in each.error
-
-
-class Skipping(nn.Module):
-    """Its second block sees what its first one got."""
-
-    pipeline_plan = "blocks"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(4, 4, 1)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        embedded = self.embed(inputs)
-        found: Tensor = self.blocks[1](self.blocks[0](embedded), embedded)
-        return found
-
-
-class Scaling(Skipping):
-    """Something happens between its blocks."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.blocks[0](self.embed(inputs)) * 2
-        found: Tensor = self.blocks[1](hidden, hidden.detach())
-        return found
-
-
-class Disordered(Skipping):
-    """What it registers first computes last."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.blocks[0](inputs)
-        found: Tensor = self.blocks[1](self.embed(hidden), inputs)
-        return found
-
-
-class Direct(nn.Module):
-    pipeline_plan = "blocks"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
-
-
-def _tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
-    model[2].weight = model[1].weight
-    return model
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "layers that do not divide": (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {}, "3 layers from '0'"),
-    "a layer that is there twice": (lambda: nn.Sequential(*[nn.Linear(4, 4)] * 2), {}, "has a layer twice"),
-    "a part without parameters": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Tanh(), nn.Tanh()), {}, "have 2, 3 alone",
-    ),
-    "BatchNorm": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1)), {},
-        "1 is a BatchNorm",
-    ),
-    "a model without values": (
-        lambda: nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 1)), {}, "0.weight is on the meta device",
-    ),
-    "a model without a plan": (lambda: nn.Bilinear(4, 4, 1), {}, "pipeline_plan = 'blocks'"),
-    "a path that is not there": (lambda: Skipping(), {"blocks": "layers"}, "there are: 'blocks'"),
-    "a parameter beside the layers": (Direct, {}, "scale is a parameter of Direct itself"),
-    "a parameter of two processes": (_tied, {}, "1.weight and 2.weight are one parameter"),
-}  # fmt: skip
-
-
-def test_models_that_cannot_be_split_are_refused_before_training():
-    def run(rank: int) -> list[str]:
-        said = []
-        for build, topology, _ in REFUSED.values():
-            with pytest.raises(ConfigurationError) as refused:
-                make_with(build().double(), DataLoader(double(16), 4), None, backend=pipelined(**topology))
-            said.append(str(refused.value))
-        return said
-
-    for each in in_processes(run):
-        assert each.error == ""
-        for (name, (_, _, expected)), text in zip(REFUSED.items(), each.value, strict=True):
-            assert expected in text, (name, text)
-
-
-@pytest.mark.parametrize("model", [Skipping, Scaling, Disordered])
-def test_a_model_whose_layers_need_more_than_the_layer_before_is_refused(model: type[nn.Module]):
-    def run(rank: int) -> None:
-        make_with(model().double(), DataLoader(double(16), 4), None, backend=pipelined()).train()
-
-    ended = in_processes(run)
-    assert all("the model cannot be split at " in each.error for each in ended)
-
-
-@pytest.mark.parametrize("strategy", [DPOStrategy, GRPOStrategy])
-def test_strategies_that_copy_the_model_or_call_parts_of_it_are_refused(strategy: type[Any]):
-    def run(rank: int) -> None:
-        Trainer(gpt(), DataLoader(texts(8), 4), strategy=strategy(), backend=pipelined(), config=TrainingConfig())
-
-    for each in in_processes(run):
-        assert f"strategy={strategy.__name__}" in each.error.splitlines()[-1]
-        assert "is not known to work with a sharded model" in each.error
-
-
-def test_what_does_not_know_pipelines_is_refused_before_training(tmp_path: Any):
-    def run(rank: int) -> list[str]:
-        said = []
-        for handler, options in (
-            (BestModel("val/loss"), {}),
-            (CrashBundle(tmp_path), {}),
-            (GradientMonitor(histograms=True), {}),
-            (NaNGuard(), {"optimizer": "muon"}),
-        ):
-            with pytest.raises(ConfigurationError) as refused:
-                make_with(
-                    layers(), DataLoader(double(16), 4), DataLoader(double(9), 2), handler, backend=pipelined(),
-                    **options,
-                )  # fmt: skip
-            said.append(str(refused.value))
-        return said
-
-    for each in in_processes(run):
-        assert each.error == ""
-        for name, text in zip(("BestModel", "CrashBundle", "GradientMonitor", "Muon"), each.value, strict=True):
-            assert name in text
-
-
-class Ragged(SFTStrategy):
-    """Makes rows longer that are alone in their batch."""
-
-    def prepare_batch(self, batch: Any, check: bool = False) -> Any:
-        length = 8 if len(batch["labels"]) > 1 else 12
-        return super().prepare_batch({name: each[:, :length] for name, each in batch.items()}, check)
-
-
-def test_parts_of_a_batch_that_differ_are_refused():
-    def run(rank: int) -> None:
-        loader, config = DataLoader(texts(3), 3), TrainingConfig(max_epochs=1)
-        Trainer(gpt(), loader, strategy=Ragged(), backend=pipelined(microbatches=2), config=config).train()
-
-    for each in in_processes(run):
-        assert "pad all rows of a batch to one length" in each.error
-
-
-@pytest.mark.parametrize(
-    ("topology", "text"),
-    [
-        ({"pipeline": 0}, "pipeline=0"),
-        ({"schedule": "zigzag"}, "1f1b"),
-        ({"pipeline": 2, "microbatches": 1}, "at least one for each process"),
-        ({"pipeline": 2, "microbatches": 3, "schedule": "interleaved"}, "the same number for each"),
-        ({"pipeline": 2, "tensor": 2}, "not supported together"),
-        ({"pipeline": 2, "param_dtype": "bfloat16"}, "not supported together"),
-    ],
-)
-def test_a_topology_that_cannot_be_is_refused(topology: dict[str, Any], text: str):
-    with pytest.raises(ConfigurationError, match=text):
-        Topology(**topology)
-
-
-def test_one_process_alone_is_not_a_pipeline():
-    with pytest.raises(ConfigurationError, match="does not fit 1 process: start a multiple of 2"):
-        make_with(layers(), DataLoader(double(16), 4), None, backend=pipelined())
-
-
-def test_processes_of_one_pipeline_that_read_different_samples_are_refused():
-    def run(rank: int) -> None:
-        make_with(layers(), shared_loader(rank, 16), None, backend=pipelined()).train()
-
-    for each in in_processes(run):
-        assert "need the same batches" in each.error

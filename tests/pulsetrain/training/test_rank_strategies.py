@@ -21,6 +21,7 @@ from pulsetrain.engine import DPOStrategy, Events, Every, GRPOStrategy, PPOStrat
 from pulsetrain.engine.data.sequences import pad_examples
 from pulsetrain.engine.rollouts import TextRollouts
 from pulsetrain.handlers import Checkpointer
+from tests.support.models_language import Adapted
 from tests.support.ranks import in_processes
 from tests.support.runs_of_shards import whole_of
 from tests.support.runs_strategies import END, LENGTH, NEW_TOKENS, PROMPTS, VOCABULARY, reward, texts, with_values
@@ -69,6 +70,7 @@ TASKS: dict[str, Task] = {
         with_values,
     ),
     "grpo": (lambda: GRPOStrategy(3, kl_coef=0.1, minibatch_size=2, minibatch_epochs=2), rollouts, gpt),
+    "adapters": (DPOStrategy, preferences, partial(Adapted, trained=True, vocabulary=VOCABULARY)),
     "grpo in one pass": (lambda: GRPOStrategy(2, kl_coef=0.1, scale_rewards="batch"), rollouts, gpt),
 }
 LAYOUTS: dict[str, dict[str, Any] | None] = {"copies": None, "shards": {"shard": 2}, "tensor": {"tensor": 2}}
@@ -109,9 +111,9 @@ def learned(made: Trainer, resume: str | None = None) -> dict[str, Any]:
     ("task", "layout"),
     [
         *((task, "copies") for task in TASKS),
-        ("dpo", "shards"),
-        *(pytest.param(task, "shards", marks=pytest.mark.slow) for task in TASKS if task != "dpo"),
-        *(pytest.param(task, "tensor", marks=pytest.mark.slow) for task in TASKS if task != "ppo"),
+        *((task, "shards") for task in ("dpo", "adapters")),
+        *(pytest.param(task, "shards", marks=pytest.mark.slow) for task in TASKS if task not in ("dpo", "adapters")),
+        *(pytest.param(task, "tensor", marks=pytest.mark.slow) for task in TASKS if task not in ("ppo", "adapters")),
     ],
 )
 def test_two_processes_learn_what_one_learns(task: str, layout: str):
@@ -189,6 +191,35 @@ class Plain(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.head(self.embedding(input_ids)).mul(3.0)
         return found
+
+
+@pytest.mark.parametrize("layout", ["copies", pytest.param("shards", marks=pytest.mark.slow)])
+def test_held_out_prompts_are_judged_as_in_one_process(layout: str):
+    """Five prompts, which two processes cannot share evenly, and a reward that does not apply to all."""
+
+    def long(completions: Sequence[Sequence[int]], answer: Sequence[int]) -> list[float | None]:
+        return [
+            None if len(each) == NEW_TOKENS else float(len(each) + right)
+            for each, right in zip(completions, answer, strict=True)
+        ]
+
+    def judged(layout: str) -> dict[str, float]:
+        rows = [{"prompt": prompt, "answer": sum(prompt)} for prompt in ([3], [4, 5], [6], [7], [8, 3])]
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "prompts_per_rollout": 2, "end_token": END}
+        topology = LAYOUTS.get(layout)
+        made = Trainer(
+            Plain().double(), TextRollouts(PROMPTS, reward, sampler=drawn, **options),
+            TextRollouts(rows, {"reward": reward, "long": long}, reward_weights=[1.0, 0.5], sampler=drawn, **options),
+            strategy=GRPOStrategy(2), backend=None if topology is None else TorchBackend(topology=Topology(**topology)),
+            config=TrainingConfig(device="cpu", max_epochs=1, seed=7),
+        )  # fmt: skip
+        return made.validate()
+
+    alone = judged("one")
+    assert len(alone) > 8
+    for each in in_processes(lambda rank: judged(layout)):
+        assert each.error == "", each.error
+        assert each.value == pytest.approx(alone, rel=1e-9)
 
 
 def test_processes_draw_other_texts_and_train_on_all_of_them():

@@ -292,7 +292,7 @@ def test_processes_that_compute_a_layer_together_and_read_different_batches_are_
     ]
     for loader in loaders:
         for each in in_processes(lambda rank, loader=loader: run(rank, loader)):
-            assert "need the same batches, and got different ones" in each.error
+            assert "need the same batches, and got different ones: that of rank 1 is not that of rank 0" in each.error
 
 
 def test_a_distributed_sampler_for_every_process_is_refused_before_training():
