@@ -196,7 +196,7 @@ class Trainer(RunView):
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
         if self.agreement.is_shared:
-            check_ranks(self.model, self.handlers)
+            check_ranks(self.model, self.handlers, self.backend.data_rank.count)
         self.callbacks = CallbackList(list(callbacks))
         self.reporter = MetricsReporter(
             self.stepper, config.log_every_n_steps, self.agreement, measures=config.log_strategy_metrics

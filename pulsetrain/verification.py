@@ -152,6 +152,7 @@ def verify(
             next(log.read(event=STATE), None) is not None,
             recorded,
             now,
+            () if alike else trained_by,
         )
         differing = divergence.b
         iteration = differing.iteration + (differing.event in _BEFORE_THE_ITERATION)
@@ -285,7 +286,8 @@ def _differences(recorded: RunFacts, now: RunFacts) -> list[str]:
     ignored = () if len(recorded.get("starts") or ()) < 2 else MAY_CHANGE
     return [
         each
-        for part in ("environment", "settings")
+        for part in ("environment", "parallel", "settings")
+        if part in recorded
         for each in environment_differences(
             *(
                 {key: value for key, value in (side.get(part) or {}).items() if key not in ignored}

@@ -58,7 +58,7 @@ class Pipeline:
     ) -> None:
         self.module, self.topology, self.device, self._context = module, topology, device, context
         plan = find_plan(module, topology.blocks)
-        self.spans = plan.spans(topology.parts_of_layers)
+        self.spans = plan.spans(topology.parts_of_layers, topology.pipeline)
         parts = {name: part for part, span in enumerate(self.spans) for name in plan.names(span)}
         check_parts(module, parts, topology.pipeline)
         mesh = topology.mesh(device)

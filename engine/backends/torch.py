@@ -269,11 +269,15 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         scale: float | Tensor,
     ) -> GradientInfo:
         """The first gradients: the processes that compute each layer together need the same batch, and gradients."""
-        from pulsetrain.engine.distributed.tensor_parallel import check_gradients
+        from pulsetrain.engine.distributed.tensor_parallel import check_gradients, explain_whole_use
 
         self._unchecked = None
         check_batches((batch.inputs, batch.targets), group, "tensor")
-        found = self.forward_backward(state, batch, strategy, scale)
+        try:
+            found = self.forward_backward(state, batch, strategy, scale)
+        except RuntimeError as error:
+            explain_whole_use(error, state.weights)
+            raise
         check_gradients(state.weights, group)
         return found
 

@@ -10,15 +10,59 @@ from typing import Any, Protocol
 
 from pulsetrain.engine.argument_checks import check_choice, check_type, is_whole
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, shortened
 
-__all__ = ["Encoder", "Message", "Template", "chatml", "encode_prompt", "tokenize_chat", "tokenize_prompt"]
+__all__ = [
+    "ChatTemplate",
+    "Encoder",
+    "Message",
+    "Template",
+    "Tool",
+    "chatml",
+    "encode_prompt",
+    "tokenize_chat",
+    "tokenize_prompt",
+]
 
 Template = Callable[[str, str], tuple[str, str]]
 """(role, content) -> (text that is never trained on, text that is trained on if the role is)."""
 
 Message = Mapping[str, Any]
 """A turn: "role", "content", and what a tokenizer's chat template reads besides, such as "tool_calls"."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    >>> class Tokenizer:  # of bytes
+    ...     def apply_chat_template(self, messages, add_generation_prompt=False, **options):
+    ...         turns = [f"{each['role']}:{each['content']};" for each in messages]
+    ...         return list("".join(turns + ["assistant:"] * add_generation_prompt).encode())
+    >>> bytes(ChatTemplate(Tokenizer())([{"role": "user", "content": "hi"}], add_generation_prompt=True))
+    b'user:hi;assistant:'
+
+    Args:
+        tokenizer: of transformers, or any object with its `apply_chat_template`.
+        tools: the functions that the template describes.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Tool] | None = None) -> None:
+        self._tokenizer, self._options = tokenizer, {"tools": list(tools)} if tools else {}
+
+    def __call__(self, messages: Sequence[Message], **options: bool) -> list[int]:
+        """The tokens of a conversation.
+
+        Raises:
+            Exception: the exception of the template, with a note that names the messages.
+            TypeError: it returned no token ids.
+        """
+        given = {"tokenize": True, "return_dict": False, **self._options, **options}
+        try:
+            result = self._tokenizer.apply_chat_template(list(messages), **given)
+        except Exception as error:  # a template may reject roles, or a role at the end of a conversation
+            error.add_note(f"in tokenize_chat, the chat template applied to messages[:{len(messages)}]")
+            raise
+        return _as_tokens("tokenize_chat", "apply_chat_template", result)
 
 
 class Encoder(Protocol):
@@ -28,6 +72,9 @@ class Encoder(Protocol):
     def encode(self) -> Callable[..., object]:
         """Text to tokens."""
 
+
+Tool = Mapping[str, Any] | Callable[..., object]
+"""A function that the model may call: its JSON schema, or a function in Python, which transformers describes."""
 
 ASSISTANT = "assistant"
 
@@ -47,12 +94,13 @@ def tokenize_chat(
     *,
     template: Template | None = None,
     train_on: str = "assistant",
+    tools: Sequence[Tool] | None = None,
 ) -> dict[str, list[int]]:
     """Converts a conversation to an example; labels are IGNORED for tokens that are not trained on.
 
     If the tokenizer has a chat template and `template` is None, the tokenizer's template is applied, and what it adds
-    after the generation prompt is trained on. Otherwise `template` writes each turn: its two texts are encoded
-    separately, so that no token spans both, and no special tokens are added.
+    after the generation prompt is trained on, "tool_calls" of the assistant as well. Otherwise `template` writes each
+    turn: its two texts are encoded separately, so that no token spans both, and no special tokens are added.
 
     >>> turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     >>> example = tokenize_chat(turns, str.encode, template=lambda role, content: (role[0] + ":", content))
@@ -68,13 +116,14 @@ def tokenize_chat(
         template: writes a turn; the default is `chatml` if the tokenizer has no chat template.
         train_on: "assistant" trains on each assistant turn, "last" on the last one, "all" on the turns of every role.
             With "all", a tokenizer's own template has its headers trained on too.
+        tools: the functions that the chat template describes to the model; only with the tokenizer's own template.
 
     Returns:
         "input_ids" and "labels", of equal length; see `pulsetrain.engine.data.sequences`.
 
     Raises:
-        ConfigurationError: `train_on` is unknown, or the chat template rewrites a turn when other turns follow; the
-            message names the turn.
+        ConfigurationError: `train_on` is unknown, there are `tools` without a chat template, or the chat template
+            rewrites a turn when other turns follow; the message names the turn.
         TypeError: a message, a text or a tokenizer's result has the wrong type.
         ValueError: no token would be trained on.
     """
@@ -91,12 +140,17 @@ def tokenize_chat(
             "tokenize_chat",
             train_on=train_on,
         )
+    check_type("tokenize_chat", "tools", tools, Sequence | None, "a list of JSON schemas or functions")
     if template is None and getattr(tokenizer, "chat_template", None) and hasattr(tokenizer, "apply_chat_template"):
+        chat = ChatTemplate(tokenizer, tools)
         if train_on == "all":
-            tokens = _apply_chat_template(tokenizer, messages)
+            tokens = chat(messages)
             labels = list(tokens)
         else:
-            tokens, labels = _by_prefixes(messages, tokenizer, trained)
+            tokens, labels = _by_prefixes(messages, chat, trained)
+    elif tools:
+        rule = "only the chat template of a tokenizer describes them; use such a tokenizer, and leave template= out"
+        raise ConfigurationError(rule, "tokenize_chat", tools=shortened(tools))
     else:
         tokens, labels = _by_segments(messages, tokenizer, template or chatml, trained)
     _require_learnable("tokenize_chat(messages)", labels, "give a trained turn some content")
@@ -166,7 +220,7 @@ def encode_prompt(prompt: str | Sequence[Message], tokenizer: Encoder | Callable
             f"{place}(prompt): the last message is the {ASSISTANT}'s; leave it out, or let another one follow"
         )
     if getattr(tokenizer, "chat_template", None) and hasattr(tokenizer, "apply_chat_template"):
-        return _apply_chat_template(tokenizer, prompt, add_generation_prompt=True)
+        return ChatTemplate(tokenizer)(prompt, add_generation_prompt=True)
     tokens, _ = _by_segments(prompt, tokenizer, chatml, ())
     return tokens + _encoder(place, tokenizer)(chatml(ASSISTANT, "")[0])
 
@@ -182,7 +236,7 @@ def _by_segments(
     tokens: list[int] = []
     labels: list[int] = []
     for number, message in enumerate(messages):
-        if not isinstance(message["content"], str) or message.get("tool_calls"):
+        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
             what = "'tool_calls'" if message.get("tool_calls") else f"a content of {type(message['content']).__name__}"
             raise TypeError(
                 f"tokenize_chat(messages[{number}]): a template needs a turn of text, and this one has {what}; "
@@ -200,39 +254,41 @@ def _by_segments(
     return tokens, labels
 
 
-def _by_prefixes(messages: Sequence[Message], tokenizer: object, trained: Sequence[int]) -> tuple[list[int], list[int]]:
+def _by_prefixes(
+    messages: Sequence[Message], chat: ChatTemplate, trained: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Tokens and labels from the tokenizer's chat template; a turn is what it adds to the turns before."""
-    if trained[0] == 0:
-        raise ConfigurationError(
-            f"tokenize_chat(messages[0]): the conversation begins with {ASSISTANT!r}, and a chat template has no "
-            "generation prompt without a message; put a message before it, or pass template="
-        )
     remedy = "pass template=, such as pulsetrain.engine.data.chat.chatml" + (
         ", or train_on='last'" if len(trained) > 1 else ""
     )
     tokens: list[int] = []
     labels: list[int] = []
     for number in trained:
-        given = _apply_chat_template(tokenizer, messages[:number], add_generation_prompt=True)
+        given = chat(messages[:number], add_generation_prompt=True) if number else _before_first(messages, chat)
         _require_prefix(tokens, given, number - 1, remedy)
         labels += [IGNORED] * (len(given) - len(tokens))
-        tokens = _apply_chat_template(tokenizer, messages[: number + 1])
+        tokens = chat(messages[: number + 1])
         _require_prefix(given, tokens, number, remedy)
         labels += tokens[len(given) :]
     if trained[-1] + 1 < len(messages):
-        given, tokens = tokens, _apply_chat_template(tokenizer, messages)
+        given, tokens = tokens, chat(messages)
         _require_prefix(given, tokens, len(messages) - 1, remedy)
         labels += [IGNORED] * (len(tokens) - len(given))
     return tokens, labels
 
 
-def _apply_chat_template(tokenizer: Any, messages: Sequence[Message], **options: bool) -> list[int]:
-    try:
-        result = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)
-    except Exception as error:  # a template may reject roles, or a role at the end of a conversation
-        error.add_note(f"in tokenize_chat, the chat template applied to messages[:{len(messages)}]")
-        raise
-    return _as_tokens("tokenize_chat", "apply_chat_template", result)
+def _before_first(messages: Sequence[Message], chat: ChatTemplate) -> list[int]:
+    """What the template writes before a conversation that begins with the assistant, up to the generation prompt."""
+    asked = [next((each for each in messages if each["role"] == "user"), {"role": "user", "content": "?"})]
+    prompt = chat(asked, add_generation_prompt=True)[len(chat(asked)) :]
+    tokens = chat(messages[:1])
+    for start in range(len(tokens) - len(prompt) + 1):
+        if prompt and tokens[start : start + len(prompt)] == prompt:
+            return tokens[: start + len(prompt)]
+    raise ConfigurationError(
+        f"tokenize_chat(messages[0]): the conversation begins with {ASSISTANT!r}, and the tokenizer's chat template "
+        "writes no generation prompt before it; put a message before it, or pass template="
+    )
 
 
 def _require_prefix(shorter: list[int], longer: list[int], number: int, remedy: str) -> None:
@@ -297,7 +353,7 @@ def _check_messages(messages: object) -> None:
             "needs 1 message or more; leave the conversation out", "tokenize_chat", messages=messages
         )
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
             given = ", ".join(map(repr, message)) if isinstance(message, Mapping) else type(message).__name__
             raise TypeError(f"tokenize_chat(messages[{number}]): needs 'role' and 'content', not {given or 'no field'}")
         if not isinstance(message["role"], str):

@@ -29,8 +29,12 @@ class PipelinePlan(NamedTuple):
     blocks: tuple[str, ...]
     after: tuple[str, ...]
 
-    def spans(self, parts: int) -> list[Span]:
+    def spans(self, parts: int, processes: int | None = None) -> list[Span]:
         """The blocks of each of so many equal parts.
+
+        Args:
+            parts: one after the other.
+            processes: that have them in turns; by default one each.
 
         >>> PipelinePlan(("embed",), ("a", "b", "c", "d"), ("head",)).spans(2)
         [Span(start=0, end=2), Span(start=2, end=4)]
@@ -40,11 +44,16 @@ class PipelinePlan(NamedTuple):
         """
         size, rest = divmod(len(self.blocks), parts)
         if rest or not size:
+            processes = processes or parts
+            several = processes != parts
             raise ConfigurationError(
-                f"the {len(self.blocks)} layers from {self.blocks[0]!r} on cannot be split into {parts} equal parts; "
-                "choose another number of processes, or give the model another number of layers",
+                f"the {len(self.blocks)} layers from {self.blocks[0]!r} on cannot be split into {parts} equal parts"
+                f"{f', {parts // processes} for each process' if several else ''}; choose another number of processes"
+                f"{', or a schedule with one part for each,' if several else ','} or give the model another number of "
+                "layers",
                 _PLACE,
-                pipeline=parts,
+                pipeline=processes,
+                **({"schedule": "interleaved"} if several else {}),
             )
         return [Span(at * size, (at + 1) * size) for at in range(parts)]
 

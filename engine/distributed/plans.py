@@ -62,6 +62,9 @@ def styles_of(
     {'0': Colwise(parts=1, units=None, gather=False, sequence=False), '2': Rowwise(sequence=False)}
     """
     own = given or getattr(module, "tensor_plan", None)
+    adapted = _first_of_peft(module)
+    if not own and adapted is not None:
+        raise _of_peft(module, adapted, count)
     plan = own or _of_transformers(module, count)
     check_type("TorchBackend", "tensor_plan", plan, Mapping | None, "a mapping from names of modules to styles")
     if not plan:
@@ -91,6 +94,8 @@ def styles_of(
                 "Topology",
                 tensor=count,
             )
+        if not modules and adapted is not None:  # which peft has given other names
+            raise _of_peft(module, adapted, count)
         if not modules:
             names = [name for name, _ in module.named_modules() if name]
             raise ConfigurationError(
@@ -150,6 +155,8 @@ def _checked(module: nn.Module, name: str, style: ParallelStyle, count: int) -> 
 
     layer = module.get_submodule(name)
     is_linear = type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"  # of transformers' GPT-2
+    if isinstance(style, (Colwise, Rowwise)) and _is_of_peft(layer):
+        raise _of_peft(module, name, count)
     if isinstance(style, (Colwise, Rowwise)) and not is_linear:
         raise ConfigurationError(
             f"{name!r} is a {type(layer).__name__}, and only linear layers are split by this style; name another "
@@ -167,6 +174,24 @@ def _checked(module: nn.Module, name: str, style: ParallelStyle, count: int) -> 
             )
         style.check(name, layer, count)
     return style
+
+
+def _is_of_peft(layer: nn.Module) -> bool:
+    return type(layer).__module__.partition(".")[0] == "peft" and hasattr(layer, "base_layer")
+
+
+def _first_of_peft(module: nn.Module) -> str | None:
+    """The first layer in whose place peft has put one with adapters."""
+    return next((name for name, each in module.named_modules() if _is_of_peft(each)), None)
+
+
+def _of_peft(module: nn.Module, name: str, count: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name!r} of {type(module).__name__} is a layer of peft with adapters, which is not split; give each process "
+        "whole layers, as shard=2 in place of tensor=2 does, or train all weights, without adapters",
+        "Topology",
+        tensor=count,
+    )
 
 
 def _of_transformers(module: nn.Module, count: int) -> TensorPlan | None:

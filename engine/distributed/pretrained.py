@@ -27,6 +27,7 @@ from pulsetrain.engine.optional import load_optional
 __all__ = ["fill", "move", "pretrained"]
 
 _VALUES = "values_in_files"  # the attribute of a module whose parameters are on the meta device: a tensor by its name
+_OF_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OF_ADAPTERS = re.compile(r"\b(base_layer|original_module|modules_to_save\.\w+)\.")  # what peft adds to names
 
 
@@ -46,7 +47,8 @@ def pretrained(
 
     Args:
         folder: on this machine, as `save_pretrained` writes it: config.json and safetensors files.
-        dtype: of the weights, such as "bfloat16"; None: that of config.json.
+        dtype: of the weights, such as "bfloat16"; None: that of config.json, or of the files if it names none. What
+            transformers keeps in float32 beside weights of half precision is in float32 here as well.
         model_class: the class of transformers that makes the model.
         attn_implementation: such as "sdpa" or "eager".
         adapters: the options of peft's LoraConfig: the model is frozen and left out of checkpoints, and adapters learn
@@ -58,7 +60,8 @@ def pretrained(
     """
     transformers: Any = load_optional("pretrained", "transformers", "huggingface")
     config = _config(transformers, Path(folder))
-    options: dict[str, Any] = {} if dtype is None else {"dtype": _dtype(dtype)}
+    chosen = getattr(config, "dtype", None) if dtype is None else _dtype(dtype)
+    options: dict[str, Any] = {"dtype": _dtype_of_files(Path(folder)) if chosen is None else chosen}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     maker: Any = getattr(transformers, model_class, None)
@@ -70,6 +73,7 @@ def pretrained(
         )
     with torch.device("meta"):
         model: Any = maker.from_config(config, **options)
+    _keep_in_float32(model)
     _compute_buffers(model)
     setattr(model, _VALUES, _values(Path(folder), model))
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
@@ -186,6 +190,35 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+def _dtype_of_files(folder: Path) -> torch.dtype:
+    """The type that from_pretrained finds in files without a type in config.json: that of the first weight.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    found: dict[str, torch.dtype] = {name: stored.dtype for name, stored in _stored(folder, first=True)}
+    of_weights = [found[name] for name in sorted(found) if found[name] in _OF_WEIGHTS]
+    return of_weights[0] if of_weights else torch.float32
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Give parameters and buffers the types that from_pretrained gives those that transformers keeps in float32."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(model.config.dtype or torch.get_default_dtype())  # noqa: SLF001  # as from_pretrained
+    if not plan:
+        return
+    rules, patterns, _ = build_glob_alternation(list(plan))
+    for name, each in model.state_dict(keep_vars=True).items():
+        found = rules.search(name)
+        if found is None:
+            continue
+        made = each.detach().to(plan[patterns[found.lastgroup]])
+        if isinstance(each, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=each.requires_grad)
+        torch.utils.swap_tensors(each, made)
+
+
 def _values(folder: Path, model: nn.Module) -> dict[str, StoredTensor]:
     """What the files have of the model, by the model's names.
 
@@ -219,13 +252,13 @@ def _renaming(model: Any, mine: Mapping[str, Tensor]) -> Callable[[str], str]:
     return lambda name: str(rename_source_key(name, rules, [], model.base_model_prefix, mine)[0])
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of the files in a folder."""
+def _stored(folder: Path, *, first: bool = False) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of the files in a folder, or of the first of these files."""
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    for file in (folder / name for name in files):
+    for file in (folder / name for name in (files[:1] if first else files)):
         open_file = partial(Disk().open, file)
         try:
             with open_file() as opened:

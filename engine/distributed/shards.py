@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
@@ -76,9 +77,40 @@ def shard_weights(module: nn.Module, mesh: DeviceMesh, topology: Topology, devic
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     if topology.tensor > 1 and topology.shard != 1:
         options["shard_placement_fn"] = partial(_dimension_of_shards, mesh["shard"].size())
-    for block in [] if _ties_blocks(module) else _blocks(module):
-        fully_shard(block, **options)
-    fully_shard(module, **options)
+    blocks = [] if _ties_blocks(module) else _blocks(module)
+    for each in [*_of_other_types(module, blocks), *blocks, module]:
+        fully_shard(each, **options)
+
+
+def _of_other_types(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules whose parameters have another type than most in their block: each block is gathered in one type.
+
+    Raises:
+        ConfigurationError: a module has parameters of several types itself.
+    """
+    owners = [each for each in module.modules() if any(p.requires_grad for p in each.parameters(recurse=False))]
+    types = {each: Counter[torch.dtype]() for each in owners}
+    for each in owners:
+        for parameter in each.parameters(recurse=False):
+            if parameter.requires_grad:  # frozen ones may have any type
+                types[each][parameter.dtype] += parameter.numel()
+    if len({dtype for found in types.values() for dtype in found}) < 2:
+        return []
+    groups = {inside: block for block in (module, *reversed(blocks)) for inside in block.modules()}
+    of_group: dict[nn.Module, Counter[torch.dtype]] = defaultdict(Counter)
+    for each in owners:
+        of_group[groups[each]].update(types[each])
+    usual = {group: found.most_common(1)[0][0] for group, found in of_group.items()}
+    others = [each for each in owners if set(types[each]) != {usual[groups[each]]}]
+    for each in others:
+        if len(types[each]) > 1 or each is groups[each]:
+            raise ConfigurationError(
+                f"{type(each).__name__} has parameters of several types, {' and '.join(map(str, types[each]))}, beside "
+                f"others in {usual[groups[each]]}; give the model one type, or each process a copy of it",
+                "Topology",
+                shard=...,
+            )
+    return others[::-1]  # inner ones first
 
 
 def _dimension_of_shards(count: int, parameter: nn.Parameter) -> Any:

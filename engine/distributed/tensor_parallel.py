@@ -7,6 +7,8 @@ sequence parallelism, what lies outside of them is split along the sequence (Kor
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +34,7 @@ __all__ = [
     "SequencePlain",
     "SequenceSplit",
     "check_gradients",
+    "explain_whole_use",
     "group_of",
     "parallelize",
 ]
@@ -181,6 +184,35 @@ def check_gradients(module: nn.Module, group: ProcessGroup) -> None:
                 "Topology",
                 tensor=group.size(),
             )
+
+
+def explain_whole_use(error: Exception, module: nn.Module) -> None:
+    """Add a note to torch's error about a model that computes with the weight of a split layer itself.
+
+    Args:
+        error: raised while the model computed.
+        module: the model.
+    """
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    split = [name.rpartition(".")[0] for name, each in module.named_parameters() if _is_split(each)]
+    names = {id(each): name for name, each in module.named_modules()}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        owner = frame.f_locals.get("self")
+        place = names.get(id(owner))
+        if place is None or not isinstance(owner, nn.Module):
+            continue
+        children = {f"{place}.{name}" if place else name: name for name, _ in owner.named_children()}
+        code = linecache.getline(frame.f_code.co_filename, line)
+        used = [name for name in dict.fromkeys(split) if f".{children.get(name)}." in code]
+        if found := used or [name for name in dict.fromkeys(split) if name in children]:
+            called = children.get(found[0], found[0])
+            error.add_note(
+                f"{', '.join(found)}: several processes have a part of its weight each, with which only the layer "
+                f"itself computes; call the layer, as self.{called}(x) in place of F.linear(x, self.{called}.weight), "
+                "or leave it out of the plan (TorchBackend(tensor_plan=...))"
+            )
+            return
 
 
 def _is_split(parameter: Tensor) -> bool:

@@ -104,7 +104,8 @@ class Topology:
         check_whole_number("Topology", "microbatches", self.microbatches, or_none=True)
         check_type("Topology", "blocks", self.blocks, str | None, "the path of the list of layers, as 'model.layers'")
         if self.pipeline == 1:
-            idle = {"microbatches": self.microbatches, "blocks": self.blocks}
+            schedule = None if self.schedule == SCHEDULES[0] else self.schedule
+            idle = {"schedule": schedule, "microbatches": self.microbatches, "blocks": self.blocks}
             given = {name: value for name, value in idle.items() if value is not None}
             if given:
                 raise ConfigurationError("is for pipelines; set pipeline=2, or leave it out", "Topology", **given)

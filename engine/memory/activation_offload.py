@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pulsetrain.engine.step.memory_settings import ActivationOffload, OffloadPolicy
 
-__all__ = ["HostMemory", "offload_activations"]
+__all__ = ["HostMemory", "offload_activations", "setting_of_estimate"]
 
 
 class HostMemory:
@@ -24,11 +26,28 @@ class HostMemory:
 
     def pack(self, tensor: Tensor) -> Tensor:
         is_remote = tensor.device.type != "cpu"
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=is_remote)
+        copy = tensor.new_empty_strided(tensor.shape, tensor.stride(), device="cpu", pin_memory=is_remote)
         return copy.copy_(tensor, non_blocking=is_remote)
 
     def unpack(self, handle: Tensor) -> Tensor:
         return handle
+
+
+class _NotCounted:
+    """Where activations without values go: in an estimate, they need no memory there."""
+
+    def pack(self, tensor: Tensor) -> _Moved:
+        return _Moved(tensor.new_empty((), device="meta"), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def unpack(self, handle: _Moved) -> Tensor:
+        like = cast(Tensor, handle.handle)  # of a tensor without values, so that the new one has none
+        return like.new_empty_strided(handle.shape, handle.stride, device=handle.device)
+
+
+def setting_of_estimate(setting: ActivationOffload, device: torch.device) -> ActivationOffload:
+    """The setting with a policy that needs no values; what it moves counts only if it stays on the device."""
+    is_host = setting.policy is None or type(setting.policy) is HostMemory
+    return setting if is_host and device.type == "cpu" else replace(setting, policy=_NotCounted())
 
 
 class _Kept(NamedTuple):
@@ -58,7 +77,7 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
     """
     policy = HostMemory() if setting.policy is None else cast(OffloadPolicy, setting.policy)
     smallest = setting.min_bytes
-    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers()) if _is_plain(each)}
+    weights = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers()) if _is_plain(each)}
 
     def pack(tensor: Tensor) -> _Kept | _Moved:
         version, is_plain = tensor._version, _is_plain(tensor)
@@ -67,7 +86,7 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
             return _Kept(tensor, version)
         storage = tensor.untyped_storage()
         expanded = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if storage.data_ptr() in weights or storage.nbytes() < tensor.nbytes or expanded:
+        if storage._cdata in weights or storage.nbytes() < tensor.nbytes or expanded:
             return _Kept(tensor, version)
         return _Moved(policy.pack(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
@@ -85,7 +104,7 @@ def offload_activations(model: nn.Module, setting: ActivationOffload) -> Abstrac
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout is torch.strided
 
 
 def _restored(policy: OffloadPolicy, moved: _Moved) -> Tensor:

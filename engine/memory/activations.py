@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pulsetrain.engine.errors import ConfigurationError
@@ -20,6 +21,7 @@ from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 __all__ = ["recompute_activations"]
 
 _SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_Place = tuple[str, str, bool]  # of a buffer: the name of its module, its own, and whether that module trains
 
 
 class _Selection:
@@ -52,6 +54,7 @@ class _Recomputed:
 
     def __init__(self, module: nn.Module, setting: ActivationCheckpointing) -> None:
         self.module, self.forward = module, module.forward
+        self._changes: dict[_Place, bool] = {}  # whether a forward pass has changed a buffer
         selects = setting.keep or setting.policy is not None
         self._selecting = partial(create_selective_checkpoint_contexts, _Selection(setting)) if selects else None
 
@@ -62,33 +65,100 @@ class _Recomputed:
         return checkpoint(self.forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        buffers = _Buffers(self.module, self._changes)
         if self._selecting is None:
-            return nullcontext(), _statistics_kept(self.module)
+            return buffers.noted(nullcontext()), buffers.as_before(nullcontext())
         saving, reading = self._selecting()
-        return saving, _statistics_kept(self.module, reading)
+        return buffers.noted(saving), buffers.as_before(reading)
 
 
-@contextmanager
-def _statistics_kept(module: nn.Module, inside: AbstractContextManager[Any] | None = None) -> Iterator[None]:
-    """Normalisation updates copies of its running statistics, so that it does not count the batch twice."""
-    counting = [each for each in module.modules() if getattr(each, "track_running_stats", False) and each.training]
-    kept = [(each, dict(each.named_buffers(recurse=False))) for each in counting]
-    for each, buffers in kept:
-        for name, buffer in buffers.items():
-            setattr(each, name, buffer.clone())
-    try:
-        with inside or nullcontext():  # entered last: it counts the operators that are called
+class _Buffers:
+    """The buffers of a module that its forward pass changes, as they were before.
+
+    The second pass computes with these, since its results may depend on them, as those of spectral normalisation do,
+    and its own changes are discarded, so that running statistics do not count a batch twice.
+
+    Args:
+        module: computes.
+        changes: whether an earlier pass has changed a buffer; those that none has changed are not copied.
+    """
+
+    def __init__(self, module: nn.Module, changes: dict[_Place, bool]) -> None:
+        self._module, self._changes = module, changes
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
+
+    @contextmanager
+    def noted(self, inside: AbstractContextManager[Any]) -> Iterator[None]:
+        """The first pass.
+
+        Raises:
+            RuntimeError: it changes a buffer that earlier ones did not change.
+        """
+        found = {
+            (path, name, owner.training): (owner, buffer, _version(buffer))
+            for path, owner in self._module.named_modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+        }
+        copies = _copies([buffer for place, (_, buffer, _) in found.items() if self._changes.get(place, True)])
+        with inside:
             yield
-    finally:
-        for each, buffers in kept:
-            for name, buffer in buffers.items():
-                setattr(each, name, buffer)
+        for place, (owner, buffer, version) in found.items():
+            path, name, _ = place
+            now, before = getattr(owner, name), copies.get(id(buffer))
+            written = now is not buffer or _version(now) != version
+            known = self._changes.get(place)
+            if known is None and not written:  # kernels such as those of BatchNorm write without counting it
+                assert before is not None
+                written = _differs(owner, now, before)
+            self._changes[place] = bool(known) or written
+            if not self._changes[place]:
+                continue
+            if before is None:
+                raise RuntimeError(
+                    f"the forward pass of {type(self._module).__name__} has changed the buffer "
+                    f"{f'{path}.{name}' if path else name!r} for the first time, after passes that did not; its value "
+                    "before is not known, with which activation_checkpointing computes again: leave that module out"
+                )
+            self._before.append((owner, name, before))
+
+    @contextmanager
+    def as_before(self, inside: AbstractContextManager[Any]) -> Iterator[None]:
+        """The second pass, in which the first one's buffers are out of reach."""
+        now = [(owner, name, getattr(owner, name)) for owner, name, _ in self._before]
+        fresh = _copies([before for _, _, before in self._before])
+        for owner, name, before in self._before:
+            setattr(owner, name, fresh[id(before)])
+        try:
+            with inside:  # entered last: it counts the operators that are called
+                yield
+        finally:
+            for owner, name, buffer in now:
+                setattr(owner, name, buffer)
+
+
+def _copies(buffers: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By the id of each; several modules may have the same one."""
+    return {id(each): each.detach().clone() for each in buffers}
+
+
+def _differs(owner: nn.Module, now: Tensor, before: Tensor) -> bool:
+    """Whether a module has changed a buffer; without values, whether it is one that counts batches."""
+    if now.is_meta or isinstance(now, FakeTensor):
+        return owner.training and bool(getattr(owner, "track_running_stats", False))
+    return not torch.equal(now, before)
+
+
+def _version(buffer: Tensor) -> int:
+    """How often it was written to; a tensor of inference mode does not count that."""
+    return 0 if buffer.is_inference() else buffer._version  # noqa: SLF001  # has no public name
 
 
 def recompute_activations(model: nn.Module, setting: str | ActivationCheckpointing | None) -> list[str]:
     """Let modules recompute their activations; the effect of an earlier call is undone first.
 
-    Outputs, gradients, random draws (dropout) and running statistics stay the same bit for bit.
+    Outputs, gradients, random draws (dropout) and buffers stay the same bit for bit: a buffer that the forward pass
+    changes, such as running statistics or the vectors of spectral normalisation, is copied before, and both passes
+    begin with the same values.
 
     Args:
         setting: the names of modules, alone or with what they keep; None for no module.

@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.profiler import ProfilerActivity, profile
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.memory.activation_offload import HostMemory, setting_of_estimate
 from pulsetrain.engine.memory.live_tensors import COMPONENTS, PHASES, LiveTensors
+from pulsetrain.engine.memory.optimizer_state import bytes_at_a_time
 from pulsetrain.engine.memory.setup import Setup, faked, mode_of, without_values
 
 __all__ = ["MemoryUse", "estimate", "measure"]
@@ -34,7 +36,8 @@ class MemoryUse:
         saved: what the forward pass leaves for the backward pass, by the module that made it; "" is the model itself,
             and "loss" is outside of it.
         assumed: how often the model has read a value that the estimate does not know.
-        unknown: operations that keep memory of which an estimate does not know the size.
+        unknown: what may keep memory of which an estimate does not know the size: operations, and the policy of
+            activation_offload.
         allocated: the peak by the count of the device's allocator, which also sees what kernels allocate for
             themselves; None in an estimate.
     """
@@ -65,7 +68,8 @@ def estimate(setup: Setup) -> MemoryUse:
     """What the first and the later updates of a run need, without allocating it.
 
     The same code runs as in training, over tensors without values. Where the model reads a value, 0.0, 1 or False is
-    assumed.
+    assumed. Activations that activation_offload moves to the host or to a policy of the user's, and the optimizer's
+    state that optimizer_offload keeps elsewhere, do not count, but for what an update works on at a time.
 
     >>> from pulsetrain.engine import SupervisedStrategy, TorchBackend
     >>> model = torch.nn.Linear(256, 256, bias=False)
@@ -83,14 +87,33 @@ def estimate(setup: Setup) -> MemoryUse:
     if mode is None:
         setup = without_values(setup)
         mode = mode_of(setup)
+    offload = setup.backend.settings.activation_offload
+    if offload is not None:
+        setup = setup.with_settings(activation_offload=setting_of_estimate(offload, setup.backend.device))
     try:
         with _silent():
-            return _record(setup, mode)
+            use = _with_state_elsewhere(_record(setup, mode), setup)
     except (DynamicOutputShapeException, NotImplementedError) as error:
         operation = getattr(error, "func", None) or str(error).splitlines()[0]
         raise ConfigurationError(
             f"{type(setup.model).__name__} cannot be estimated: {operation} needs the values of its tensors; measure it"
         ) from error
+    policy = None if offload is None else offload.policy
+    if policy is None or type(policy) is HostMemory:
+        return use
+    return replace(use, unknown=(*use.unknown, f"{type(policy).__name__}.pack"))
+
+
+def _with_state_elsewhere(use: MemoryUse, setup: Setup) -> MemoryUse:
+    """The same with the optimizer's state where optimizer_offload keeps it: by arithmetic."""
+    setting, size = setup.backend.settings.optimizer_offload, use.components["optimizer"]
+    if setting is None or not size or (setting.to == "host" and setup.backend.device.type == "cpu"):
+        return use
+    part = min(bytes_at_a_time(setting, size), size)
+    phases = {phase: {**at, "optimizer": 0} for phase, at in use.phases.items()}
+    # an update is made in parts, one after the other
+    phases["update"] |= {"optimizer": part, "temporary": phases["update"]["temporary"] * part // size}
+    return replace(use, phases=phases)
 
 
 @contextmanager

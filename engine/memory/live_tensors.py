@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.memory.kernels import UNKNOWN, workspace
+from pulsetrain.engine.memory.optimizer_state import state_in_memory
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree
 
@@ -263,7 +264,7 @@ class LiveTensors(TorchDispatchMode):
         return size if self.device.type != "cuda" else -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
 
     def _mark_optimizer(self, part: Optimizer) -> None:
-        self.mark([list(values.values()) for values in part.state.values()], "optimizer")
+        self.mark(state_in_memory(part), "optimizer")
 
     def _entering(self, name: str) -> Callable[..., None]:
         return lambda *_: self._modules.append(name)

@@ -22,7 +22,7 @@ from pulsetrain.engine.memory.state_memory import HostState, MappedState, Slots,
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.memory_settings import OptimizerOffload
 
-__all__ = ["ELEMENTWISE", "offload_optimizer"]
+__all__ = ["ELEMENTWISE", "bytes_at_a_time", "offload_optimizer", "state_in_memory"]
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam,
@@ -74,10 +74,32 @@ def offload_optimizer(optimizer: Optimizer, setting: OptimizerOffload) -> None:
     else:
         memory = HostState(pinned=any(each.device.type == "cuda" for part in parameters for each in part))
     slots = memory.reserve([values for states in wanted for values in states])  # first: it may fail
-    part_bytes = setting.part_bytes or min(max(size // _SHARE, 1), _LARGEST)
+    part_bytes = bytes_at_a_time(setting, size)
     for part, each in zip(parts, parameters, strict=True):
         _StateElsewhere.adopt(part, memory, dict(zip(each, slots, strict=False)), part_bytes)
         slots = slots[len(each) :]
+
+
+def bytes_at_a_time(setting: OptimizerOffload, size: int) -> int:
+    """How many bytes of a state of this size an update works on at a time.
+
+    >>> bytes_at_a_time(OptimizerOffload(), 3200), bytes_at_a_time(OptimizerOffload(part_bytes=1000), 3200)
+    (100, 1000)
+    """
+    return setting.part_bytes or min(max(size // _SHARE, 1), _LARGEST)
+
+
+def state_in_memory(optimizer: Optimizer) -> list[object]:
+    """The values of an optimizer's state, but for those that are in a file."""
+    if not isinstance(optimizer, _StateElsewhere) or not isinstance(optimizer._memory, MappedState):
+        return [list(values.values()) for values in optimizer.state.values()]
+    slots = optimizer._slots
+    return [
+        value
+        for parameter, values in optimizer.state.items()
+        for name, value in values.items()
+        if value is not slots.get(parameter, {}).get(name)
+    ]
 
 
 _PLACE = "TrainingConfig"

@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.memory.activations import recompute_activations
 from pulsetrain.engine.memory.estimate import MemoryUse, estimate
 from pulsetrain.engine.memory.live_tensors import LOSS
 from pulsetrain.engine.memory.setup import Setup, mode_of, without_values
 from pulsetrain.engine.step.protocols import Tree
 
-__all__ = ["Remedy", "first_rows", "remedies", "repeated_blocks", "rows_of", "sharded"]
+__all__ = ["Remedy", "first_rows", "peak_of", "remedies", "repeated_blocks", "rows_of", "sharded"]
 
 MOST_PROCESSES = 1024
 _SAME = 0.98  # of a peak: a smaller batch that needs more than that is of no use
@@ -41,42 +42,65 @@ class Remedy:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def remedies(setup: Setup, use: MemoryUse, available: int) -> Iterator[Remedy]:
+def remedies(setup: Setup, use: MemoryUse, available: int, processes: int = 1) -> Iterator[Remedy]:
     """The changes that need less memory than `use`, the cheapest first; each is estimated when it is asked for.
 
-    If no single one fits, they are tried together. Last comes another number of processes.
+    If no single one fits, they are tried together. Last comes another number of processes. A change that cannot be
+    estimated is left out.
 
     Args:
         setup: if it has values, it is copied without them.
-        use: its estimate.
+        use: its estimate, for one process.
         available: the bytes to fit into.
+        processes: that share the model out already; peaks are those of each.
     """
     at_update = use.phases["update"]
-    if sum(at_update[name] for name in ("parameters", "buffers", "optimizer", "gradients")) <= available:
+    kept = sum(at_update[name] for name in ("parameters", "buffers", "optimizer", "gradients"))
+    if kept // processes <= available:
         setup = without_values(setup) if mode_of(setup) is None else setup
-        yield from _in_one_process(setup, use, available)
-    processes = 2
+        yield from _other_settings(setup, use, available, processes)
+    more = _more_processes(setup, use, available, 2 * processes)
+    if more is not None:
+        yield more
+
+
+def peak_of(setup: Setup, use: MemoryUse, processes: int) -> int:
+    """The peak of each of so many processes that share the model out."""
+    return use.peak if processes == 1 else sharded(setup.model, use, processes, rows_of(setup.batch))
+
+
+def _more_processes(setup: Setup, use: MemoryUse, available: int, processes: int) -> Remedy | None:
+    whole = {
+        name: None
+        for name in ("activation_offload", "optimizer_offload")
+        if getattr(setup.backend.settings, name) is not None
+    }
+    if whole:  # a sharded model is refused with these
+        try:
+            use = estimate(setup.with_settings(**whole))
+        except Exception:
+            return None
     rows = rows_of(setup.batch)
     while (peak := sharded(setup.model, use, processes, rows)) > available and processes < MOST_PROCESSES:
         processes *= 2
-    yield Remedy(
-        what=f"split the model, and the rows of the batch, over {processes} processes",
+    without = f", without {' and '.join(whole)}" if whole else ""
+    return Remedy(
+        what=f"split the model, and the rows of the batch, over {processes} processes{without}",
         peak=peak,
         fits=peak <= available,
-        settings={"parallel.shard": processes},
+        settings={"parallel.shard": processes, **{f"training.{name}": None for name in whole}},
     )
 
 
-def _in_one_process(setup: Setup, use: MemoryUse, available: int) -> Iterator[Remedy]:
+def _other_settings(setup: Setup, use: MemoryUse, available: int, processes: int) -> Iterator[Remedy]:
     found: list[Remedy] = []
+    now = peak_of(setup, use, processes)
     pattern = repeated_blocks(setup.model, use) if setup.backend.settings.activation_checkpointing is None else None
-    smaller = _smaller_batch(setup, use, available)
+    smaller = _smaller_batch(setup, now, available, processes)
     if smaller is not None:
         found.append(smaller)
         yield smaller
-    if pattern is not None:
-        with _recomputed(setup.model, pattern):
-            peak = estimate(setup).peak
+    if pattern is not None and (peak := _peak_with(setup, processes, pattern)) is not None:
         found.append(
             Remedy(
                 what=f"compute the activations of {pattern} again in the backward pass",
@@ -85,30 +109,53 @@ def _in_one_process(setup: Setup, use: MemoryUse, available: int) -> Iterator[Re
                 settings={"training.activation_checkpointing": pattern},
             )
         )
-        if peak < use.peak:
+        if peak < now:
             yield found[-1]
-    low = setup.with_settings(precision="bf16") if setup.backend.settings.precision == "fp32" else None
-    if low is not None:
-        peak = estimate(low).peak
+    else:
+        pattern = None
+    low = _in_bf16(setup)
+    if low is not None and (peak := _peak_with(low, processes)) is not None:
         found.append(
             Remedy(what="compute in bf16", peak=peak, fits=peak <= available, settings={"training.precision": "bf16"})
         )
-        if peak < use.peak:
+        if peak < now:
             yield found[-1]
+    else:
+        low = None
     if len(found) < 2 or any(each.fits for each in found):
         return
     all_of_them = low or setup
     with _recomputed(setup.model, pattern):
-        least = _smaller_batch(all_of_them, use, available)
-        peak = estimate(all_of_them).peak if least is None else least.peak
+        least = _smaller_batch(all_of_them, now, available, processes)
+        together = _peak_with(all_of_them, processes) if least is None else least.peak
+    if together is None or together >= now:
+        return
     parts = [least if each is smaller and least is not None else each for each in found]
     yield Remedy(
         what="all of these together: " + "; ".join(each.what for each in parts),
-        peak=peak,
-        fits=peak <= available,
+        peak=together,
+        fits=together <= available,
         rows=None if least is None else least.rows,
         settings={name: value for each in parts for name, value in each.settings.items()},
     )
+
+
+def _in_bf16(setup: Setup) -> Setup | None:
+    """The same in bf16, where it is in fp32 and the device computes in bf16."""
+    try:
+        return setup.with_settings(precision="bf16") if setup.backend.settings.precision == "fp32" else None
+    except ConfigurationError:
+        return None
+
+
+def _peak_with(setup: Setup, processes: int, pattern: str | None = None) -> int | None:
+    """The peak of each process after a change; None if it cannot be estimated: a model may refuse anything."""
+    try:
+        with _recomputed(setup.model, pattern):
+            return peak_of(setup, estimate(setup), processes)
+    except Exception:
+        setup.model.zero_grad()  # a backward pass may have been interrupted
+        return None
 
 
 @contextmanager
@@ -124,18 +171,17 @@ def _recomputed(model: nn.Module, pattern: str | None) -> Iterator[None]:
         recompute_activations(model, None)
 
 
-def _smaller_batch(setup: Setup, use: MemoryUse, available: int) -> Remedy | None:
+def _smaller_batch(setup: Setup, now: int, available: int, processes: int) -> Remedy | None:
     """A half of the batch, a quarter ...: the largest that fits, else the least that helps; None if none does."""
     rows, parts = rows_of(setup.batch), 1
     found: Remedy | None = None
     while rows // parts > 1:
         parts *= 2
         together = setup.accumulate * parts
-        try:
-            peak = estimate(replace(setup, batch=first_rows(setup.batch, rows // parts), accumulate=together)).peak
-        except Exception:  # the model cannot compute so few rows, as BatchNorm one
-            break
-        if peak >= (use.peak if found is None else _SAME * found.peak):
+        less = replace(setup, batch=first_rows(setup.batch, rows // parts), accumulate=together)
+        peak = _peak_with(less, processes)
+        # None: the model cannot compute so few rows, as BatchNorm one
+        if peak is None or peak >= (now if found is None else _SAME * found.peak):
             break
         found = Remedy(
             what=f"batches of {rows // parts} rows in place of {rows}, {together} of them to an update",

@@ -128,6 +128,11 @@ class Rollouts:
     def begin(self, trainer: PolicyTrainer) -> None:
         """Called once the trainer is known; rejects a trainer that does not fit."""
 
+    def rows_of(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that batches are made from, with the strategy's advantages."""
+        assert self.kl_coef is not None
+        return self.strategy.learn_from(rollout, self.kl_coef)
+
     # ------------------------------------------------------------------------------------------------- for the trainer
 
     def attach(self, trainer: PolicyTrainer) -> None:
@@ -252,7 +257,7 @@ class Rollouts:
         except BaseException:
             self.rollouts -= 1  # it was not used: if training continues, the rollout starts again
             raise
-        self._rows = self.strategy.learn_from(rollout, self.kl_coef)
+        self._rows = self.rows_of(rollout)
         self._report(Events.ROLLOUT_COMPLETED, metrics, seconds=time.perf_counter() - start)
 
     def _announce_rewards(self, rewards: Tensor) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.rollouts.completions import Completion
+from pulsetrain.engine.rollouts.drawing import Sampling, TokenDraws
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.strategies.language import logits_of
 
-__all__ = ["Sampler", "sampler_of"]
+__all__ = ["Sampler", "sampler_of", "takes"]
 
-Sampler = Callable[..., list[list[int]]]
-"""`sampler(prompts, max_new_tokens, temperature=..., end_token=...)`: the completion of each prompt, as token ids."""
+Sampler = Callable[..., Sequence[Any]]
+"""`sampler(prompts, max_new_tokens, temperature=..., end_token=...)`: the completion of each prompt, as token ids.
+
+`end_token` is a token, a tuple of several, or None. A sampler that takes `sampling` or `seeds` also gets a `Sampling`
+or None, and a seed for each text. One that draws from a different model returns a `Completion` for each prompt.
+"""
 
 
 def sampler_of(
@@ -28,7 +35,9 @@ def sampler_of(
     pad_to: int | None = None,
     agree: Callable[[bool], bool] | None = None,
 ) -> Sampler:
-    """The sampler for a model: its own `sample`, Hugging Face's `generate`, or a loop over tokens.
+    """The sampler for a model: its own `sample`, or a loop over tokens, with the cache of a Hugging Face model.
+
+    A text that has ended is computed no further: its row leaves the batch, unless `pad_to` fixes the shapes.
 
     >>> def count(tokens):  # predicts the next number
     ...     return torch.nn.functional.one_hot((tokens + 1) % 10, 10) * 100.0
@@ -56,113 +65,196 @@ def sampler_of(
                 model=type(model),
             )
         sampler: Sampler = own
-        return sampler
-    if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
-        return partial(_generated, model, device, pad_token, agree is not None)
+        return partial(_drawn_by_model, own) if takes(own, "draw", by_name=True) else sampler
+    cached = _caching(model)
+    if cached is not None:
+        return partial(_token_by_token, partial(_Cached, *cached, device, pad_token), agree or bool)
 
     def logits_for(tokens: Tensor) -> Array:
         return logits_of(call(model, inputs_of(tokens.to(device))))
 
-    return partial(_token_by_token, logits_for, pad_token, pad_to, agree or bool)
+    return partial(_token_by_token, partial(_Recomputed, logits_for, pad_token, pad_to), agree or bool)
 
 
-# Some models have their own generation settings, and the default keeps only the 50 most likely tokens. Either would
-# draw from a different distribution than the one whose log-probabilities are trained.
-_PLAIN: dict[str, Any] = {
-    "do_sample": True,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "return_dict_in_generate": False,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "exponential_decay_length_penalty": None,
-    "guidance_scale": None,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), None),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "renormalize_logits"), None),
-    "min_length": 0,
-    "min_new_tokens": None,
-    "max_time": None,
-    "stop_strings": None,
-    "remove_invalid_values": False,
-    "token_healing": False,
-}
+def takes(function: Callable[..., object], name: str, *, by_name: bool = False) -> bool:
+    """Whether a function accepts a keyword argument.
+
+    >>> takes(sorted, "reverse"), takes(sorted, "seeds"), takes(lambda **options: 0, "seeds")
+    (True, False, True)
+
+    Args:
+        by_name: whether it has to name the argument, so that `**options` is not enough.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return False
+    return any(each.name == name or (each.kind == each.VAR_KEYWORD and not by_name) for each in parameters)
 
 
-def _generated(
-    model: Any,
-    device: torch.device | str,
-    pad_token: int,
-    in_step: bool,
+def _caching(model: Any) -> tuple[Callable[..., object], frozenset[str]] | None:
+    """The part of a Hugging Face model that keeps keys and values, and the keywords of its forward; None otherwise."""
+    if not callable(getattr(model, "generate", None)) or not hasattr(model, "generation_config"):
+        return None
+    # of WithValueHead, which computes what is not needed here, the language model
+    writer = getattr(model.generate, "__self__", model)
+    inner = writer.get_base_model() if hasattr(writer, "get_base_model") else writer  # inside adapters
+    keywords = frozenset(inspect.signature(inner.forward).parameters)
+    return (writer, keywords) if {"past_key_values", "attention_mask"} <= keywords else None
+
+
+def _drawn_by_model(
+    sample: Callable[..., list[list[int]]],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
-    end_token: int | None = None,
-) -> list[list[int]]:
-    """Hugging Face's `generate`, configured to draw from the model's own distribution."""
-    length = max(map(len, prompts))
-    rows = [[pad_token] * (length - len(prompt)) + list(prompt) for prompt in prompts]
-    seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    known = vars(model.generation_config)
-    options = {name: value for name, value in _PLAIN.items() if name in known}
-    options |= {"temperature": temperature} if temperature else {"do_sample": False}
-    found = model.generate(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=torch.tensor(seen, device=device),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=pad_token,
-        eos_token_id=end_token,
-        synced_gpus=in_step,
-        **options,
-    )
-    return [_until(row, end_token) for row in found[:, length:].tolist()]
+    end_token: int | Sequence[int] | None = None,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    log_probs: bool = False,
+) -> Sequence[Any]:
+    """The model's own `sample(prompts, max_new_tokens, draw=...)`."""
+    draws = TokenDraws(
+        prompts, max_new_tokens, temperature=temperature, end_token=end_token, sampling=sampling, seeds=seeds,
+        log_probs=log_probs,
+    )  # fmt: skip
+    texts = sample(prompts, max_new_tokens, draw=draws)
+    return texts if draws.log_probs is None else list(map(Completion, texts, draws.log_probs))
+
+
+class _Reader(Protocol):
+    """Computes the logits of the next tokens of texts that have not ended."""
+
+    def logits(self) -> Array:
+        """Shape (texts, vocabulary)."""
+
+    def extend(self, tokens: list[int], kept: list[int]) -> None:
+        """Continues with these of the texts alone, by their places, and a token for each."""
+
+    def idle(self) -> None:
+        """Calls the model without texts, while other processes compute theirs."""
 
 
 def _token_by_token(
-    logits_for: Callable[[Tensor], Array],
-    pad_token: int,
-    pad_to: int | None,
+    reader_of: Callable[[Sequence[Sequence[int]], int], _Reader],
     continues: Callable[[bool], bool],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
-    end_token: int | None = None,
-) -> list[list[int]]:
-    """Calls the model on the whole text for each token; for models without a cache."""
-    longest = max(map(len, prompts)) + max_new_tokens
-    texts = torch.full((len(prompts), max(longest, pad_to or 0)), pad_token)
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    for row, prompt in zip(texts, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    running = torch.ones(len(prompts), dtype=torch.bool)
-    ends = lengths + max_new_tokens
-    everyone = torch.arange(len(prompts))
-    while continues(bool(running.any())):
-        # with a fixed length, leave out the last position as in training: one shape less to compile for
-        logits = logits_for(texts[:, : int(lengths.max()) if pad_to is None else -1])
-        last = logits[everyone.to(logits.device), (lengths - 1).to(logits.device)].float() / temperature
-        drawn = torch.multinomial(last.softmax(-1), 1).squeeze(-1).cpu()
-        texts[everyone[running], lengths[running]] = drawn[running]
-        lengths = lengths + running
-        running = running & (lengths < ends)
-        if end_token is not None:
-            running = running & (drawn != end_token)
-    return [
-        text[len(prompt) : length].tolist()
-        for text, prompt, length in zip(texts, prompts, lengths.tolist(), strict=True)
-    ]
+    end_token: int | Sequence[int] | None = None,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    log_probs: bool = False,
+) -> Sequence[Any]:
+    """Calls the model once per token."""
+    draws = TokenDraws(
+        prompts, max_new_tokens, temperature=temperature, end_token=end_token, sampling=sampling, seeds=seeds,
+        log_probs=log_probs,
+    )  # fmt: skip
+    reader, rows = reader_of(prompts, max_new_tokens), list(range(len(prompts)))
+    while continues(bool(rows)):
+        if not rows:
+            reader.idle()
+            continue
+        tokens, ended = draws(rows, reader.logits())
+        kept = [place for place, over in enumerate(ended) if not over]
+        rows = [rows[place] for place in kept]
+        if rows:
+            reader.extend([tokens[place] for place in kept], kept)
+    return draws.completions if draws.log_probs is None else list(map(Completion, draws.completions, draws.log_probs))
 
 
-def _until(tokens: list[int], end_token: int | None) -> list[int]:
-    """The tokens up to and including the end token."""
-    return tokens[: tokens.index(end_token) + 1] if end_token in tokens else tokens
+class _Recomputed:
+    """Computes each text from its first token for every new one: for models without a cache."""
+
+    def __init__(
+        self,
+        logits_for: Callable[[Tensor], Array],
+        pad_token: int,
+        pad_to: int | None,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+    ) -> None:
+        self._logits_for, self._pad_token, self._pad_to = logits_for, pad_token, pad_to
+        longest = max(map(len, prompts), default=1) + max_new_tokens
+        self._texts = torch.full((len(prompts), max(longest, pad_to or 0)), pad_token)
+        self._lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        for row, prompt in zip(self._texts, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        self._rows = torch.arange(len(prompts))
+
+    def logits(self) -> Array:
+        last = self._lengths[self._rows] - 1
+        if self._pad_to is None:
+            found = self._logits_for(self._texts[self._rows, : int(last.max()) + 1])
+            places = torch.arange(len(last))
+        else:  # always all rows, and in training the last position is left out, too: one shape to compile for
+            found, places = self._logits_for(self._texts[:, :-1]), self._rows
+        return found[places.to(found.device), last.to(found.device)]
+
+    def extend(self, tokens: list[int], kept: list[int]) -> None:
+        self._rows = self._rows[kept]
+        self._texts[self._rows, self._lengths[self._rows]] = torch.tensor(tokens)
+        self._lengths[self._rows] += 1
+
+    def idle(self) -> None:
+        length = 1 if self._pad_to is None else self._pad_to - 1
+        self._logits_for(torch.full((1, length), self._pad_token))
+
+
+class _Cached:
+    """Keeps the keys and values of the tokens read so far in a Hugging Face model's own cache.
+
+    Prompts are padded on the left, so that all texts grow in the same column.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., object],
+        keywords: frozenset[str],
+        device: torch.device | str,
+        pad_token: int,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+    ) -> None:
+        self._model, self._keywords, self._device, self._pad_token = model, keywords, device, pad_token
+        length = max(map(len, prompts), default=1)
+        padding = [length - len(prompt) for prompt in prompts]
+        rows = [[pad_token] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+        self._tokens = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, length)
+        place = torch.arange(length, device=device)
+        begun = torch.tensor(padding, dtype=torch.int64, device=device).unsqueeze(-1)
+        # 0 for padding. Without any, the model need not find out by waiting for the device that there is none
+        self._seen = (place >= begun).long() if any(padding) else None
+        self._positions = (place - begun).clamp(min=0)
+        self._cache: Any = None
+
+    def logits(self) -> Array:
+        given: dict[str, Any] = {"input_ids": self._tokens, "use_cache": True}
+        if self._cache is not None:
+            given["past_key_values"] = self._cache
+        if self._seen is not None:
+            given["attention_mask"] = self._seen
+        if "position_ids" in self._keywords:
+            given["position_ids"] = self._positions
+        if "logits_to_keep" in self._keywords:
+            given["logits_to_keep"] = 1  # not of all tokens of a prompt
+        outputs: Any = self._model(**given)
+        self._cache = outputs.past_key_values
+        return logits_of(outputs)[:, -1]
+
+    def extend(self, tokens: list[int], kept: list[int]) -> None:
+        if len(kept) < len(self._tokens):
+            rows = torch.tensor(kept, device=self._device)
+            self._cache.batch_select_indices(rows)
+            self._positions = self._positions[rows]
+            self._seen = None if self._seen is None else self._seen[rows]
+        self._tokens = torch.tensor(tokens, device=self._device).unsqueeze(-1)
+        if self._seen is not None:
+            self._seen = torch.cat([self._seen, self._seen.new_ones(len(tokens), 1)], dim=1)
+        self._positions = self._positions[:, -1:] + 1
+
+    def idle(self) -> None:
+        self._model(input_ids=torch.full((1, 1), self._pad_token, device=self._device), use_cache=False)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-import operator
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_type, check_whole_number
+from pulsetrain.engine.argument_checks import check_bool, check_positive, check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
-from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.errors import ConfigurationError, refused
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
+from pulsetrain.engine.rollouts.completions import Completion, importance_weights
+from pulsetrain.engine.rollouts.drawing import EndOfText, Sampling, end_tokens_of
 from pulsetrain.engine.rollouts.prompts import decoder_of, read_prompts
 from pulsetrain.engine.rollouts.rewards import Reward, Rewards, Weights
-from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
+from pulsetrain.engine.rollouts.sampling import Sampler
+from pulsetrain.engine.rollouts.writer import TextWriter
 from pulsetrain.engine.strategies.language import values_of
 
 __all__ = ["Reward", "TextRollouts"]
@@ -35,8 +35,9 @@ class TextRollouts(Rollouts):
 
     A rollout is `prompts_per_rollout` prompts, each with as many completions as the strategy's group size. Prompts are
     used in shuffled order, each once before any is repeated. A model with `sample(prompts, max_new_tokens, *,
-    temperature, end_token)` draws its texts itself, a Hugging Face model uses `generate`, and any other model is called
-    once per token.
+    temperature, end_token)` draws its texts itself. Any other model is called once per token, a Hugging Face model with
+    its cache. Each text is drawn by random numbers of its own, which depend on the seed, the rollout and its row, so it
+    does not depend on the number of processes.
 
     Reward functions get prompts and completions as token ids; with a tokenizer, as texts, or as messages where the
     prompts are. The end token is not part of a text or a message. How they are called: see
@@ -44,10 +45,11 @@ class TextRollouts(Rollouts):
 
     ROLLOUT_COMPLETED reports "rollout/reward", "rollout/reward_std", of several functions also "rollout/reward/NAME"
     and "rollout/reward_std/NAME"; "rollout/length" in tokens and "rollout/length_min" and "rollout/length_max"; with
-    an end token "rollout/ended" and "rollout/truncated" (the shares of texts with and without it); of groups
+    an end token or a stop "rollout/ended" and "rollout/truncated" (the shares of texts with and without it); of groups
     "rollout/zero_variance_groups" (the share of those whose rewards are equal, from which nothing is learnt); and with
     a reference "rollout/reference_kl" in nats per token. Where the strategy trains in one pass, POLICY_UPDATED reports
-    the latter.
+    the latter. With a sampler that is not the policy, "rollout/sampler_ratio" is the mean of the texts' importance
+    ratios, and "rollout/sampler_capped" the share of those above `importance_cap`.
 
     As the Trainer's val_loader it evaluates the policy on its prompts: one completion for each, drawn with the same
     random numbers in every validation. The metrics are "val/reward" and so on.
@@ -68,10 +70,19 @@ class TextRollouts(Rollouts):
         tokenizer: has encode and decode, as those of Hugging Face.
         max_new_tokens: the largest number of tokens of a completion.
         prompts_per_rollout: the number of prompts in a rollout; in a validation, of those drawn for at a time.
-        end_token: ends a text and is part of it; None makes all completions max_new_tokens long.
+        end_token: ends a text and is part of it; one or several. None makes all completions max_new_tokens long, if
+            they have no stop.
         pad_token: fills rows after the end of a text.
         pad_to: a fixed length for all rows, for backends that compile per shape; None uses the longest text.
         sampler: draws texts instead of the model.
+        sampling: which tokens may be drawn, and stops; see `Sampling`.
+        importance_cap: the largest weight of a text that a different model has drawn, a sampler that returns its
+            log-probabilities: the advantage is multiplied with how much likelier the text is under the policy, up to
+            this (truncated importance sampling). None leaves the advantages as they are.
+        staleness: 1 draws the texts of a rollout while the policy learns from the one before, by the weights from
+            before that, of which it keeps a copy; their advantages are weighted by `importance_cap`. A checkpoint waits
+            for these texts and holds them.
+        background: whether a thread draws them. False draws the same texts at the same place in the run, but waits.
         log_completions: how many completions of each rollout or validation are published by MEDIA_LOGGED, with prompt
             and rewards, in at most 1000 characters each; loggers, the recorder and the report show them.
 
@@ -89,10 +100,14 @@ class TextRollouts(Rollouts):
         tokenizer: object = None,
         max_new_tokens: int = 64,
         prompts_per_rollout: int = 8,
-        end_token: int | None = None,
+        end_token: int | Sequence[int] | None = None,
         pad_token: int = 0,
         pad_to: int | None = None,
         sampler: Sampler | None = None,
+        sampling: Sampling | None = None,
+        importance_cap: float | None = 2.0,
+        staleness: int = 0,
+        background: bool = True,
         log_completions: int = 0,
     ) -> None:
         self._decode = None if tokenizer is None else decoder_of("TextRollouts", tokenizer)
@@ -101,12 +116,17 @@ class TextRollouts(Rollouts):
         for name, value in (("max_new_tokens", max_new_tokens), ("prompts_per_rollout", prompts_per_rollout)):
             check_whole_number("TextRollouts", name, value)
         longest = max(map(len, self.prompts)) + max_new_tokens
-        check_whole_number("TextRollouts", "end_token", end_token, at_least=0, or_none=True)
+        check_type("TextRollouts", "sampling", sampling, Sampling | None, "a Sampling")
+        self._end_tokens = end_tokens_of("TextRollouts", end_token)
+        self._ended = EndOfText(self._end_tokens, sampling)
         check_whole_number("TextRollouts", "pad_token", pad_token, at_least=0)
         check_whole_number("TextRollouts", "pad_to", pad_to, at_least=0, or_none=True)
         check_whole_number("TextRollouts", "log_completions", log_completions, at_least=0)
         needs = "a function of prompts and a number of tokens"
         check_type("TextRollouts", "sampler", sampler, Callable | None, needs)
+        check_positive("TextRollouts", "importance_cap", importance_cap, or_none=True)
+        check_whole_number("TextRollouts", "staleness", staleness, at_least=0, below=2)
+        check_bool("TextRollouts", "background", background)
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
                 f"the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
@@ -117,11 +137,25 @@ class TextRollouts(Rollouts):
         self._rewards = Rewards(reward, reward_weights, self._asked.columns)
         self.reward, self.max_new_tokens, self.prompts_per_rollout = reward, max_new_tokens, prompts_per_rollout
         self.end_token, self.pad_token, self.pad_to = end_token, pad_token, pad_to
-        self.log_completions = log_completions
+        self.sampling, self.importance_cap = sampling, importance_cap
+        self.staleness, self.background, self.log_completions = staleness, background, log_completions
         self._sampler, self._longest = sampler, longest
+        self._writer: TextWriter | None = None  # once there is a policy
         super().__init__()
 
     shares_ranks = judges_policy = True
+
+    def restart(self) -> None:
+        super().restart()
+        if self._writer is not None:
+            self._writer.restart()
+
+    def progress(self) -> dict[str, Any]:
+        return {} if self._writer is None else self._writer.state_dict(self.rollouts)
+
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.load_state_dict(progress)
 
     @property
     def rows(self) -> int:
@@ -134,7 +168,7 @@ class TextRollouts(Rollouts):
             needed = self.max_new_tokens
             rule = f"a text may have max_new_tokens={needed}; pass at least max_length={needed}"
             raise refused(strategy, rule, "max_length")
-        if getattr(strategy, "mask_truncated", False) and self.end_token is None:
+        if getattr(strategy, "mask_truncated", False) and not self._may_end:
             rule = "without an end token every text is cut at max_new_tokens; pass TextRollouts(end_token=...)"
             raise refused(strategy, rule, "mask_truncated")
         if strategy.kl_coef and not strategy.has_reference:
@@ -148,10 +182,10 @@ class TextRollouts(Rollouts):
         if self.prompts_per_rollout % count:
             given = {"prompts_per_rollout": self.prompts_per_rollout}
             raise ConfigurationError(f"{count} processes cannot share them evenly", "TextRollouts", **given)
-        self._choose_sampler(trainer)
+        self._choose_writer(trainer, self.staleness)
 
-    def _choose_sampler(self, trainer: PolicyTrainer) -> None:
-        """The model's sampler, unless one was given, after checks that texts fit the model's context."""
+    def _choose_writer(self, trainer: PolicyTrainer, staleness: int = 0) -> None:
+        """What draws the texts, after checks that they fit the model's context."""
         context = trainer.strategy.context
         if context is not None and self.pad_to is not None and self.pad_to > context + 1:
             rule = f"rows are longer than the model's context of {context} plus the token that follows"
@@ -162,11 +196,11 @@ class TextRollouts(Rollouts):
                 f"{context} plus the one that follows; cut the prompts, or pass a smaller max_new_tokens"
             )
             raise refused(self, rule, "max_new_tokens")
-        if self._sampler is None:
-            agree = self.sharing.any if is_sharded(trainer.model) else None
-            self._sampler = sampler_of(
-                trainer.model, trainer.strategy.model_inputs, trainer.backend.device, self.pad_token, self.pad_to, agree
-            )
+        self._writer = TextWriter(
+            trainer, self.sharing, self._texts_of, max_new_tokens=self.max_new_tokens, end_token=self.end_token,
+            pad_token=self.pad_token, pad_to=self.pad_to, sampler=self._sampler, sampling=self.sampling,
+            staleness=staleness, background=self.background,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ for a validation
 
@@ -176,13 +210,14 @@ class TextRollouts(Rollouts):
         Raises:
             ConfigurationError: the strategy does not learn from rollouts, or texts do not fit the model's context.
         """
-        self._adopt(trainer, self._choose_sampler)
+        self._adopt(trainer, self._choose_writer)
 
     @torch.no_grad()
     def evaluate_policy(self, name: str, batches: int | None = None) -> dict[str, float]:
         """The metrics of one completion for each prompt, such as "NAME/reward"; the model has to be in eval mode.
 
-        It seeds the generators of the process, so that each validation draws the same, and does not restore them.
+        Each text has the same random numbers in every validation. It seeds the generators of the process, too, for
+        samplers that draw from those, and does not restore them.
 
         Args:
             name: of the validation set.
@@ -190,13 +225,19 @@ class TextRollouts(Rollouts):
         """
         size, count = self.prompts_per_rollout, self.sharing.rank.count
         asked = list(range(len(self.prompts)))[: None if batches is None else batches * size]
-        completions: list[list[int]] = []
+        assert self._writer is not None
+        self._writer.update(0)
+        completions: list[Completion] = []
         parts: list[Tensor] = []
         for number, start in enumerate(range(0, len(asked), size)):
             chosen = asked[start : start + size]
             padded = chosen + chosen[-1:] * (-len(chosen) % count)  # each process draws as many texts
             rng.seed_everything(rng.derive(self.sharing.rank.rank, number))
-            found, paid = self._drawn(padded)
+            mine = self.sharing.part(padded)
+            with self.sharing.alone():
+                drawn = self._completions([self.prompts[index] for index in mine], mine, 0)  # rollouts begin with 1
+                scored = self._scored(mine, [each.tokens for each in drawn])
+            found, paid = self._whole(drawn, scored)
             completions += found[: len(chosen)]
             parts.append(paid[: len(chosen)])
         rewards = torch.cat(parts)
@@ -205,37 +246,40 @@ class TextRollouts(Rollouts):
 
     # --------------------------------------------------------------------------------------------------- for a rollout
 
-    def _next_prompts(self) -> list[int]:
-        """The prompts of the current rollout, from an order that is a function of (seed, pass over the prompts)."""
+    def _prompts_of(self, rollout: int) -> list[int]:
+        """The prompt of each row of a rollout, from an order that is a function of (seed, pass over the prompts)."""
         chosen: list[int] = []
-        first = (self.rollouts - 1) * self.prompts_per_rollout
+        first = (rollout - 1) * self.prompts_per_rollout
         orders: dict[int, list[int]] = {}
         for number in range(first, first + self.prompts_per_rollout):
             turn, index = divmod(number, len(self.prompts))
             if turn not in orders:
                 generator = torch.Generator().manual_seed(rng.derive(self.seed, turn))
                 orders[turn] = torch.randperm(len(self.prompts), generator=generator).tolist()
-            chosen.append(orders[turn][index])
+            chosen += [orders[turn][index]] * self.strategy.group_size
         return chosen
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         group_size = self.strategy.group_size
-        chosen = [index for index in self._next_prompts() for _ in range(group_size)]
+        chosen = self._prompts_of(self.rollouts)
         if self.sharing.is_shared:
             rng.seed_step(rng.derive(self.seed, self.sharing.rank.rank, self.rollouts))
-        completions, parts = self._drawn(chosen)
+        assert self._writer is not None
+        with self.sharing.alone():
+            found = self._writer.texts(self.rollouts)
+            scored = self._scored(self.sharing.part(chosen), [each.tokens for each in found])
+        completions, parts = self._whole(found, scored)
         rewards = self._rewards.totals(parts)
-        texts = [
-            {"input_ids": [*prompt, *completion], "labels": [IGNORED] * len(prompt) + list(completion)}
-            for prompt, completion in zip([self.prompts[index] for index in chosen], completions, strict=True)
-        ]
+        texts = [each.after(self.prompts[index]) for index, each in zip(chosen, completions, strict=True)]
         padded = pad_examples(texts, pad_token=self.pad_token, length=self.pad_to)
         device = self.trainer.backend.device
         tokens, mask = padded["input_ids"].to(device), (padded["labels"] != IGNORED).to(device)
-        rollout = {"input_ids": tokens, "completion_mask": mask, "rewards": rewards.to(device), **self._scores(tokens)}
+        corrected = self.importance_cap is not None and completions[0].log_probs is not None
+        scores = self._scores(tokens, self.trains_in_one_pass and not corrected)
+        rollout = {"input_ids": tokens, "completion_mask": mask, "rewards": rewards.to(device), **scores}
         rollout |= {"reward_parts": parts.to(device), "reward_weights": self._rewards.weights.to(device)}
         metrics = {f"rollout/{name}": value for name, value in self._metrics(completions, parts).items()}
-        if self.end_token is not None:
+        if self._may_end:
             rollout["truncated"] = torch.tensor(list(map(self._is_truncated, completions)), device=device)
         if group_size > 1:
             groups = rewards.view(-1, group_size)
@@ -243,45 +287,42 @@ class TextRollouts(Rollouts):
         if "reference_log_probs" in rollout and "log_probs" in rollout:
             apart = (rollout["log_probs"] - rollout["reference_log_probs"])[mask[:, 1:]]
             metrics["rollout/reference_kl"] = apart.mean().item()
+        if corrected:
+            ratios = importance_weights(rollout["log_probs"], mask[:, 1:], completions)
+            rollout["weights"] = ratios.clamp(max=self.importance_cap)
+            metrics["rollout/sampler_ratio"] = ratios.mean().item()
+            metrics["rollout/sampler_capped"] = (ratios > rollout["weights"]).float().mean().item()
         self._publish("rollout", chosen, completions, parts)
-        return rollout, metrics
+        drawn = self._writer.begin_next(self.rollouts + 1)
+        return rollout, metrics | {f"rollout/{name}": value for name, value in drawn.items()}
 
-    def _drawn(self, chosen: list[int]) -> tuple[list[list[int]], Tensor]:
-        """A completion for each of these prompts, and its rewards, shape (texts, functions), of all processes."""
-        with self.sharing.alone():
-            mine = self.sharing.part(chosen)
-            found = self._completions([self.prompts[index] for index in mine])
-            paid = self._scored(mine, found)
-        return self.sharing.whole(found), torch.tensor(self.sharing.whole(paid.tolist()), dtype=torch.float32)
+    def rows_of(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that batches are made from; each advantage is multiplied with the weight of its text."""
+        rows = super().rows_of(rollout)
+        if "weights" in rollout:
+            # a clipped objective is linear in the advantage, for weights that are not negative
+            shape = [-1] + [1] * (rows["advantages"].ndim - 1)
+            rows["advantages"] = rows["advantages"] * rollout["weights"].reshape(shape)
+        return rows
 
-    def _completions(self, prompts: list[list[int]]) -> list[list[int]]:
-        assert self._sampler is not None
-        try:
-            with self.autocast():
-                found = self._sampler(
-                    [list(each) for each in prompts],
-                    self.max_new_tokens,
-                    temperature=self.strategy.temperature,
-                    end_token=self.end_token,
-                )
-        except Exception as error:
-            low, high = min(map(min, prompts)), max(map(max, prompts))
-            error.add_note(f"in TextRollouts, while drawing texts for {len(prompts)} prompts of tokens {low} to {high}")
-            raise
-        try:
-            found = [[operator.index(token) for token in each] for each in found]
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"TextRollouts: the sampler returned {reprlib.repr(found)}; needs a list of token ids for each of the "
-                f"{len(prompts)} prompts"
-            ) from None
-        lengths = [len(each) for each in found]
-        if len(found) != len(prompts) or not all(1 <= length <= self.max_new_tokens for length in lengths):
-            raise ValueError(
-                f"TextRollouts: the sampler returned {len(found)} texts of {min(lengths, default=0)} to "
-                f"{max(lengths, default=0)} tokens; needs {len(prompts)} of 1 to {self.max_new_tokens}"
-            )
-        return found
+    def _texts_of(self, rollout: int) -> list[Completion]:
+        """This process's texts of a rollout, drawn by the present weights."""
+        chosen = self._prompts_of(rollout)
+        prompts = [self.prompts[index] for index in self.sharing.part(chosen)]
+        return self._completions(prompts, self.sharing.part(range(len(chosen))), rollout)
+
+    def _completions(self, prompts: list[list[int]], rows: Sequence[int], rollout: int) -> list[Completion]:
+        """What follows each prompt; `rows` are their rows in the rollout of all processes."""
+        return self._draw(prompts, rows, rollout)
+
+    def _draw(self, prompts: list[list[int]], rows: Sequence[int], rollout: int, turn: int = 0) -> list[Completion]:
+        """One completion of each prompt."""
+        assert self._writer is not None
+        return self._writer.draw(prompts, [rng.derive(self.seed, rollout, row, turn) for row in rows])
+
+    def _whole(self, found: list[Completion], scored: Tensor) -> tuple[list[Completion], Tensor]:
+        """The texts of all processes and their rewards, shape (texts, functions), from those of this one."""
+        return self.sharing.whole(found), torch.tensor(self.sharing.whole(scored.tolist()), dtype=torch.float32)
 
     def _scored(self, chosen: list[int], completions: list[list[int]]) -> Tensor:
         """The rewards of completions of these prompts, shape (texts, functions); nan where one does not apply."""
@@ -296,15 +337,23 @@ class TextRollouts(Rollouts):
         """A completion as text, without its end token."""
         if self._decode is None:
             return str(completion)
-        return self._decode(completion[:-1] if completion[-1] == self.end_token else completion)
+        return self._decode(completion[:-1] if completion[-1] in self._end_tokens else completion)
 
-    def _is_truncated(self, completion: list[int]) -> bool:
+    @property
+    def _may_end(self) -> bool:
+        """Whether a text can end by something else than its length."""
+        return not self._ended.never
+
+    def _has_ended(self, completion: Completion) -> bool:
+        return self._ended(completion.tokens)
+
+    def _is_truncated(self, completion: Completion) -> bool:
         """Whether a text was cut at max_new_tokens."""
-        return len(completion) == self.max_new_tokens and completion[-1] != self.end_token
+        return len(completion.tokens) == self.max_new_tokens and not self._has_ended(completion)
 
-    def _metrics(self, completions: list[list[int]], parts: Tensor) -> dict[str, float]:
+    def _metrics(self, completions: list[Completion], parts: Tensor) -> dict[str, float]:
         """Metrics of texts, by names without a prefix."""
-        rewards, lengths = self._rewards.totals(parts), [len(each) for each in completions]
+        rewards, lengths = self._rewards.totals(parts), [each.length for each in completions]
         metrics = {
             "reward": rewards.mean().item(),
             "reward_std": rewards.std(correction=0).item(),
@@ -313,12 +362,12 @@ class TextRollouts(Rollouts):
             "length_min": float(min(lengths)),
             "length_max": float(max(lengths)),
         }
-        if self.end_token is not None:
-            metrics["ended"] = sum(each[-1] == self.end_token for each in completions) / len(completions)
+        if self._may_end:
+            metrics["ended"] = sum(map(self._has_ended, completions)) / len(completions)
             metrics["truncated"] = sum(map(self._is_truncated, completions)) / len(completions)
         return metrics
 
-    def _publish(self, name: str, chosen: list[int], completions: list[list[int]], parts: Tensor) -> None:
+    def _publish(self, name: str, chosen: list[int], completions: list[Completion], parts: Tensor) -> None:
         """Fires MEDIA_LOGGED for some of the texts, evenly spread, if anything subscribes to it."""
         count = min(self.log_completions, len(completions))
         if not count or not self.trainer.hears(Events.MEDIA_LOGGED):
@@ -331,7 +380,7 @@ class TextRollouts(Rollouts):
             lines = (
                 f"reward {totals[at]:.6g} ({of_each})",
                 f"prompt: {self._prompt_text(chosen[at])[:_SHOWN]}",
-                f"completion: {self._text_of(completions[at])[:_SHOWN]}",
+                f"completion: {self._text_of(completions[at].tokens)[:_SHOWN]}",
             )
             media = MediaLogged(name=f"{name}/completion/{number + 1}", kind="text", value="\n".join(lines))
             self.trainer.fire(Events.MEDIA_LOGGED, media)
@@ -342,10 +391,10 @@ class TextRollouts(Rollouts):
             return prompt
         return str(self.prompts[index]) if self._decode is None else self._decode(self.prompts[index])
 
-    def _scores(self, tokens: Tensor) -> dict[str, Tensor]:
+    def _scores(self, tokens: Tensor, one_pass: bool) -> dict[str, Tensor]:
         """Log-probabilities of all tokens but the first under the policy and the reference, and the policy's values."""
         found: dict[str, list[Tensor]] = {}
-        strategy, one_pass = self.strategy, self.trains_in_one_pass
+        strategy = self.strategy
         if one_pass and not strategy.has_reference:
             return {}
         mine = tokens[self.sharing.part(range(len(tokens)))]

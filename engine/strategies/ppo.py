@@ -124,10 +124,14 @@ class PPOStrategy(PolicyStrategy):
         rewards = torch.where(last, rollout["rewards"].to(values.dtype).unsqueeze(1), 0.0)
         if "reference_log_probs" in rollout:
             rewards = rewards - torch.where(mask, kl_coef * (log_probs - rollout["reference_log_probs"]), 0.0)
+        # generated tokens first, in their order: those of an environment between two turns take no time
+        order = (~mask).long().argsort(dim=1, stable=True)
+        steps = [each.gather(1, order).T for each in (rewards, values, last)]  # gae has time as the first dimension
         end = values.new_zeros(1, len(values))
-        # gae has time as the first dimension
-        found = gae(rewards.T, torch.cat([values.T, end]), last.T, self.gamma, self.lam)
-        advantages, returns = (torch.where(mask, each.T, 0.0) for each in found)
+        found = gae(steps[0], torch.cat([steps[1], end]), steps[2], self.gamma, self.lam)
+        advantages, returns = (
+            torch.where(mask, torch.zeros_like(each.T).scatter(1, order, each.T), 0.0) for each in found
+        )
         return {
             "input_ids": rollout["input_ids"],
             "completion_mask": rollout["completion_mask"],

@@ -1,11 +1,14 @@
 """A small GPT over bytes: decoder-only, pre-norm, rotary positions, no biases in the matrices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Draw = Callable[[list[int], Tensor], tuple[list[int], list[bool]]]
+"""`draw(rows, logits)`: a token for each row, from logits (rows, vocabulary), and whether the row ends with it."""
 
 
 class Cache:
@@ -199,11 +202,13 @@ class ByteGPT(nn.Module):
         temperature: float = 1.0,
         end_token: int | None = None,
         generator: torch.Generator | None = None,
+        draw: Draw | None = None,
     ) -> list[list[int]]:
         """Continue all prompts at once; returns what follows each, without the prompt.
 
         A row ends with end_token, after max_new_tokens, or when the tokens read to sample its last token fill the
-        context. Temperature 0 takes the likeliest token. The generator is a CPU generator.
+        context. Temperature 0 takes the likeliest token. The generator is a CPU generator. With `draw`, that chooses
+        the tokens and ends the rows in place of temperature, end_token and generator.
 
         Raises:
             ValueError: a prompt is empty, longer than context or outside the vocabulary, or a number is invalid.
@@ -237,22 +242,31 @@ class ByteGPT(nn.Module):
         self.eval()
         try:
             while rows:
-                logits = self(tokens, position_ids, cache)[:, -1].float().cpu()  # one host sync per column
-                if temperature == 0.0:
-                    drawn = logits.argmax(-1)
-                else:
-                    drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
-                for row, token in zip(rows, drawn.tolist(), strict=True):
+                logits = self(tokens, position_ids, cache)[:, -1]
+                chosen, ended = draw(rows, logits) if draw else drawn_of(logits, temperature, end_token, generator)
+                for row, token in zip(rows, chosen, strict=True):
                     replies[row].append(token)
-                ended = [len(replies[row]) == limits[row] or replies[row][-1] == end_token for row in rows]
+                ended = [over or len(replies[row]) == limits[row] for row, over in zip(rows, ended, strict=True)]
                 if any(ended):
                     going = [index for index, has_ended in enumerate(ended) if not has_ended]
-                    rows, drawn = [rows[index] for index in going], drawn[going]
+                    rows, chosen = [rows[index] for index in going], [chosen[index] for index in going]
                     cache.keep(going)
-                tokens, position_ids = drawn[:, None].to(device), cache.position_ids[:, -1:] + 1
+                tokens, position_ids = torch.tensor(chosen, device=device)[:, None], cache.position_ids[:, -1:] + 1
         finally:
             self.train(was_training)
         return replies
+
+
+def drawn_of(
+    logits: Tensor, temperature: float, end_token: int | None, generator: torch.Generator | None
+) -> tuple[list[int], list[bool]]:
+    """Draw a token for each row of logits (rows, vocabulary); also returns which of them are the end token."""
+    logits = logits.float().cpu()  # one host sync per column
+    if temperature == 0.0:
+        chosen = logits.argmax(-1).tolist()
+    else:
+        chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0].tolist()
+    return chosen, [token == end_token for token in chosen]
 
 
 def within_documents(position_ids: Tensor, length: int) -> Tensor:

@@ -26,7 +26,7 @@ from pulsetrain.engine.data.loaders import can_be_keyed
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.crash.crash_files import BATCH, CONFIG, CRASHES, FACTS, TRACEBACK
-from pulsetrain.handlers.crash.memory_snapshot import advice, held, is_out_of_memory, needs, write_allocator_report
+from pulsetrain.handlers.crash.memory_snapshot import advice, held, is_out_of_memory, put_needs, write_allocator_report
 from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_file import write_run_file
@@ -151,7 +151,7 @@ class BundleWriter:
         found = self._facts["memory"]
         assert isinstance(found, dict)
         assert self._failure.error is not None
-        found |= needs(self._failure.engine, self._failure.error, self._failure.capacity)
+        put_needs(found, self._failure.engine, self._failure.error, self._failure.capacity)
 
     def _write_traceback(self, error: Exception) -> None:
         text = redacted("".join(traceback.format_exception(error)))

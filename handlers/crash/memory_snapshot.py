@@ -19,7 +19,7 @@ from pulsetrain.engine.memory.setup import Setup, without_values
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.engine_queries import device_of
 
-__all__ = ["advice", "capacity_of", "held", "is_out_of_memory", "needs", "requested_by", "write_allocator_report"]
+__all__ = ["advice", "capacity_of", "held", "is_out_of_memory", "put_needs", "requested_by", "write_allocator_report"]
 
 _WANTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -72,10 +72,11 @@ def capacity_of(engine: Engine) -> int | None:
     return None if left is None else left + _live(engine).total
 
 
-def needs(engine: Engine, error: BaseException, capacity: int | None) -> dict[str, object]:
-    """The estimate of a training step, and the change with which it fits.
+def put_needs(facts: dict[str, object], engine: Engine, error: BaseException, capacity: int | None) -> None:
+    """Put the estimate of a training step into the facts, then the change with which it fits.
 
     Args:
+        facts: keep the estimate if no change can be found.
         engine: trains.
         error: of the allocation.
         capacity: the bytes to fit into.
@@ -97,10 +98,10 @@ def needs(engine: Engine, error: BaseException, capacity: int | None) -> dict[st
     with rng.preserve_rng():
         setup = without_values(setup)
         use = estimate(setup)
-        found: dict[str, object] = {"estimated": use_as_dict(use)}
+        facts["estimated"] = use_as_dict(use)
         if capacity is not None:
-            found |= {"capacity": capacity, "remedy": _advice(setup, use, capacity, requested_by(error))}
-    return found
+            facts["capacity"] = capacity
+            facts["remedy"] = _advice(setup, use, capacity, requested_by(error))
 
 
 def _advice(setup: Setup, use: MemoryUse, capacity: int, requested: int | None) -> str:
@@ -116,7 +117,8 @@ def _advice(setup: Setup, use: MemoryUse, capacity: int, requested: int | None) 
             best = each
         if each.fits:
             break
-    assert best is not None
+    if best is None:
+        return f"{says}; no change with which it fits could be estimated"
     verdict = f"{size_text(best.peak)} with this change" if best.fits else f"and still {size_text(best.peak)} with it"
     settings = "".join(f", {name}={value!r}" for name, value in best.settings.items())
     return f"{says}; {verdict}: {best.what}{settings}"

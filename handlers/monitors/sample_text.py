@@ -202,11 +202,13 @@ class SampleText(Handler):
 def _of_transformers(
     model: Any, prompt: Sequence[int], length: int, *, temperature: float, generator: torch.Generator
 ) -> list[int]:
-    """What a model of transformers writes, up to the token that ends a text; it draws from torch's own generators."""
-    end = model.generation_config.eos_token_id
+    """What a model of transformers writes, up to a token that ends a text."""
+    ends = model.generation_config.eos_token_id  # one, several or none
     agree = bool if is_sharded(model) else None  # all processes have the same prompt
     sample = sampler_of(model, lambda tokens: tokens, next(model.parameters()).device, agree=agree)
-    return sample([list(prompt)], length, temperature=temperature, end_token=end if isinstance(end, int) else None)[0]
+    seeds = [generator.initial_seed()]
+    found: list[int] = sample([list(prompt)], length, temperature=temperature, end_token=ends, seeds=seeds)[0]
+    return found
 
 
 def _text(written: object) -> str:

@@ -9,13 +9,14 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 from torch import nn
 
-from pulsetrain.engine import Engine, is_training_run
+from pulsetrain.engine import Engine, Topology, is_training_run
 from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.distributed.launcher import slurm_job
 from pulsetrain.engine.environment import describe_environment
@@ -53,6 +54,7 @@ def run_facts(engine: Engine) -> RunFacts:
         "created": _now(),
         "seed": facts["seed"],
         "environment": describe_environment(device_of(engine) or "cpu", environment),
+        "parallel": _parallel_of(engine),
         "git": _git_state(),
         "command": facts["command"],
         "settings": facts["settings"],
@@ -61,6 +63,15 @@ def run_facts(engine: Engine) -> RunFacts:
         "starts": [],
     }
     return {**redacted(described), "modes": _modes_of(engine)}  # a metric may have the name of a secret
+
+
+def _parallel_of(engine: Engine) -> dict[str, object]:
+    """How processes share the model out: the fields of the backend's topology that are not as usual."""
+    topology = getattr(engine.backend, "topology", None) if is_training_run(engine) else None
+    if not isinstance(topology, Topology):
+        return {}
+    given = {each.name: (getattr(topology, each.name), each.default) for each in fields(topology)}
+    return {name: value for name, (value, usual) in given.items() if value != usual}
 
 
 def _modes_of(engine: Engine) -> dict[str, str]:

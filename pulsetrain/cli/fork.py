@@ -15,8 +15,9 @@ from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.reproduce.fork import check_request, fork
-from pulsetrain.reproduce.processes import processes_after
+from pulsetrain.reproduce.processes import processes_after, virtual_ranks_of
 
 __all__ = ["run"]
 
@@ -63,11 +64,15 @@ def _launch(how: Launch, folder: Path, arguments: argparse.Namespace, changes: M
 
 def _refuse_one_process(folder: Path, checkpoint: Location) -> None:
     count = processes_after(folder, step_of(checkpoint))
-    if count > 1:
-        raise ConfigurationError(
-            f"{folder}: was trained by {count} processes after iteration {step_of(checkpoint)}; fork it in as many, "
-            f"--launch.nproc {count}, or in another number of them, which then train the fork"
-        )
+    if count == 1 or virtual_ranks_of(folder) is not None:  # any number of processes has the same results
+        return
+    shares = {"shard", "tensor", "pipeline"} & set(read_run_file(folder).get("parallel") or {})
+    change = "--set parallel=null " if shares else ""
+    raise ConfigurationError(
+        f"{folder}: was trained by {count} processes after iteration {step_of(checkpoint)}; fork it in as many, "
+        f"--launch.nproc {count}, or in another number of them, which then train the fork: in one by "
+        f"{change}--launch.nproc 1"
+    )
 
 
 def _train(arguments: argparse.Namespace, options: Sequence[str]) -> int:

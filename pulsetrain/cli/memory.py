@@ -20,7 +20,7 @@ from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine.errors import PulsetrainError
 from pulsetrain.engine.memory.available import available
 from pulsetrain.engine.memory.estimate import MemoryUse, estimate, measure
-from pulsetrain.engine.memory.remedies import Remedy, remedies, rows_of, sharded
+from pulsetrain.engine.memory.remedies import Remedy, peak_of, remedies, rows_of
 from pulsetrain.engine.memory.report import kept_lines, size_text, use_as_dict, use_table
 from pulsetrain.engine.memory.setup import Setup
 from pulsetrain.engine.step.protocols import describe
@@ -45,17 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     config, base = read_config(arguments.config, arguments.settings), base_of(arguments.config.parent)
     setup, notes = setup_without_values(config, base)
-    found = _Found(setup, _estimate(setup, notes, or_measure=arguments.measure), available(setup.backend.device), notes)
-    if found.use is not None:
-        _explain(found.use, setup, config, notes)
-        if not found.fits and found.left is not None:
-            found.changes = list(remedies(setup, found.use, found.left))
-    if arguments.measure and found.fits:
+    use, left = _estimate(setup, notes, or_measure=arguments.measure), available(setup.backend.device)
+    found = _Found(setup, use, left, notes, _processes(config, notes))
+    if use is not None:
+        _explain(found, use)
+        if not found.fits and left is not None:
+            found.changes = list(remedies(setup, use, left, found.processes))
+    if arguments.measure and (use is None or left is None or use.peak <= left):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write on standard error
         print("measuring ...", file=sys.stderr)
         found.measured = measure(setup_with_values(config, base))
     elif arguments.measure:
-        notes.append("not measured, since it does not fit")
+        notes.append(f"not measured, since it does not fit{' into one process' if found.processes > 1 else ''}")
     with until_closed():
         print(json.dumps(_as_dict(found)) if arguments.json else "\n".join(_lines(found, config)))
     return OK if found.fits else FAILED
@@ -69,13 +70,19 @@ class _Found:
     use: MemoryUse | None  # None if it could not be estimated
     left: int | None
     notes: list[str]
+    processes: int  # that share the model out
     measured: MemoryUse | None = None
     changes: Sequence[Remedy] = ()
 
     @property
+    def needed(self) -> int | None:
+        """The bytes that each process needs at its peak, if that is known."""
+        return None if self.use is None else peak_of(self.setup, self.use, self.processes)
+
+    @property
     def fits(self) -> bool:
-        """Whether it is not known to be too much."""
-        return self.use is None or self.left is None or self.use.peak <= self.left
+        """Whether it is not known to be too much for a process."""
+        return self.needed is None or self.left is None or self.needed <= self.left
 
 
 def _estimate(setup: Setup, notes: list[str], *, or_measure: bool) -> MemoryUse | None:
@@ -89,21 +96,30 @@ def _estimate(setup: Setup, notes: list[str], *, or_measure: bool) -> MemoryUse 
         return None
 
 
-def _explain(use: MemoryUse, setup: Setup, config: Mapping[str, Any], notes: list[str]) -> None:
+def _explain(found: _Found, use: MemoryUse) -> None:
+    notes = found.notes
     if use.assumed:
         notes.append(f"the model reads values of its tensors; {use.assumed} times, 0, 1 or false was assumed")
     if use.unknown:
-        notes.append(f"{', '.join(use.unknown)} keeps more than is known without values; --measure shows it")
-    split = _processes(config)
-    if split > 1:
-        each = size_text(sharded(setup.model, use, split, rows_of(setup.batch)))
-        notes.append(f"these are the sizes for one process; each of {split}, with shard: {split}, needs about {each}")
+        notes.append(f"{', '.join(use.unknown)} may keep more than is known without values; --measure shows it")
+    if found.processes > 1 and found.needed is not None:
+        notes.append(
+            f"the table is of one process; each of {found.processes}, with shard: {found.processes}, needs about "
+            f"{size_text(found.needed)}, which is compared with what is available here for one of them"
+        )
 
 
-def _processes(config: Mapping[str, Any]) -> int:
+def _processes(config: Mapping[str, Any], notes: list[str]) -> int:
+    """How many processes share the model out, and notes on what else they would share."""
     given = config.get("parallel")
-    shard = given.get("shard") if isinstance(given, Mapping) else None
-    return shard if isinstance(shard, int) else 1
+    given = given if isinstance(given, Mapping) else {}
+    shard = given.get("shard", 1)
+    other = [name for name in ("tensor", "pipeline") if given.get(name, 1) != 1]
+    if shard == -1:
+        other.append("shard")
+    if other:
+        notes.append(f"what {' and '.join(f'parallel.{name}' for name in other)} saves is not counted")
+    return shard if isinstance(shard, int) and shard > 1 else 1
 
 
 def _lines(found: _Found, config: Mapping[str, Any]) -> Iterator[str]:
@@ -120,6 +136,8 @@ def _lines(found: _Found, config: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     if use is not None:
         yield f"estimated peak  {size_text(use.peak)}, in the {use.peak_phase} phase"
+    if found.processes > 1 and found.needed is not None:
+        yield f"each process    {size_text(found.needed)}, of {found.processes}"
     if measured is not None:
         difference = "" if use is None else f"; the estimate differs by {(use.peak / measured.peak - 1):+.1%}"
         yield f"measured peak   {size_text(measured.peak)} by the allocator's count{difference}"
@@ -142,7 +160,7 @@ def _lines(found: _Found, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _options(change: Remedy, setup: Setup, config: Mapping[str, Any]) -> str:
     """The options of the command line that make a change."""
-    words = [f"--{name} {value!r}" for name, value in change.settings.items()]
+    words = [f"--{name} {'null' if value is None else repr(value)}" for name, value in change.settings.items()]
     if change.rows is not None:
         data = config["data"].get("init_args") if isinstance(config["data"], Mapping) else None
         of = [name for name, value in (data or {}).items() if value == rows_of(setup.batch) and "size" in name]
@@ -159,6 +177,8 @@ def _as_dict(found: _Found) -> dict[str, object]:
         "estimated": None if found.use is None else use_as_dict(found.use),
         "measured": None if found.measured is None else use_as_dict(found.measured),
         "available": found.left,
+        "processes": found.processes,
+        "needed_by_each": found.needed,
         "fits": None if found.left is None or found.use is None else found.fits,
         "changes": [
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def setup_without_values(config: Mapping[str, Any], base: Path) -> tuple[Setup, 
     device = torch.empty(0, device=find_device(chosen)).device  # with its index
     parts = replace(parts, model=model_without_values(parts.model, mode, device))
     with mode:
-        return _setup(parts, batch), notes
+        return _setup(parts, batch, with_values=False), notes
 
 
 def setup_with_values(config: Mapping[str, Any], base: Path) -> Setup:
@@ -65,7 +66,7 @@ def setup_with_values(config: Mapping[str, Any], base: Path) -> Setup:
     """
     parts = _parts(config, base, None)
     _check(parts)
-    return _setup(parts, _first_batch(parts))
+    return _setup(parts, _first_batch(parts), with_values=True)
 
 
 def _parts(config: Mapping[str, Any], base: Path, make_model: Any) -> Parts:
@@ -95,13 +96,16 @@ def _first_batch(parts: Parts) -> Any:
     return batch
 
 
-def _setup(parts: Parts, batch: Any) -> Setup:
-    training = replace(parts.training, compile=False, optimizer_offload=None)  # its state is counted in any case
+def _setup(parts: Parts, batch: Any, *, with_values: bool) -> Setup:
+    offload: Any = parts.training.optimizer_offload
+    if offload is not None and offload.to == "disk" and offload.folder is None:
+        offload = replace(offload, folder=tempfile.gettempdir())  # there is no run folder
+    training = replace(parts.training, compile=False, optimizer_offload=offload if with_values else None)
     parts.backend.requested_compile = False  # a compiled model shows no operations
     store = make_store(parts.backend, parts.model, None, parts.strategy, training, training.seed or 0)
     accumulate = training.accumulation.batches_at(0) or 2
     store.module.train()
-    return Setup(
+    setup = Setup(
         model=store.module,
         optimizer=store.optimizer,
         strategy=parts.strategy,
@@ -109,6 +113,7 @@ def _setup(parts: Parts, batch: Any) -> Setup:
         batch=batch,
         accumulate=accumulate,
     )
+    return setup if offload is None or with_values else setup.with_settings(optimizer_offload=offload)
 
 
 def _reason(error: Exception) -> str:

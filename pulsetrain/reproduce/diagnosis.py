@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from pulsetrain.engine import Topology
 from pulsetrain.engine.recording import Divergence, LoggedEvent
 from pulsetrain.engine.recording.diff.environments import environment_differences
 from pulsetrain.engine.recording.log.records import Json
@@ -14,6 +15,7 @@ __all__ = ["BATCH", "CONTINUED", "STATE", "Cause", "Evidence", "diagnose"]
 
 CONTINUED = "the run continued"  # in place of the event that ended another one
 STATE, BATCH = FingerprintEvents.STATE_FINGERPRINTED.value, FingerprintEvents.BATCH_FINGERPRINTED.value
+_TOPOLOGY = ("processes", "virtual", "reduction")  # entries of an environment
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Cause:
     settings: training.learning_rate: 0.1 -> 0.2
     """
 
-    kind: str  # such as "weights", "settings", "data", "random numbers", "non-deterministic", "environment", "code"
+    kind: str
+    """Such as "weights", "topology", "settings", "data", "random numbers", "non-deterministic", or "code"."""
     text: str
 
     def __str__(self) -> str:
@@ -43,11 +46,18 @@ class Evidence:
     has_fingerprints: bool  # whether the log holds any
     recorded: Mapping[str, Json]  # run.json
     now: Mapping[str, Json]  # the same facts of the trainer that ran again
+    trained_by: Sequence[int] = ()  # how many processes have recorded it, if not as many as have run it again
 
 
 def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
     """The causes that the evidence suggests, the likeliest first; never empty."""
-    found = [*_from_start(evidence), *_from_event(evidence), *_from_environment(evidence)]
+    found = [
+        *_from_start(evidence),
+        *_from_topology(evidence),
+        *_from_event(evidence),
+        *_from_environment(evidence),
+        *_from_processes(evidence),
+    ]
     if not found:
         text = "every rerun gives the same events, so the code or its inputs have changed since the recording"
         if not evidence.from_scratch:
@@ -68,6 +78,32 @@ def _from_start(evidence: Evidence) -> list[Cause]:
         text = f"the checkpoint's {parts} differ from those that the run had there: it is damaged or was replaced"
         found.append(Cause("weights", text))
     return found
+
+
+def _from_topology(evidence: Evidence) -> list[Cause]:
+    """How processes share the model and the batches out."""
+    usual, before, after = asdict(Topology()), evidence.recorded.get("parallel"), evidence.now.get("parallel")
+    changed = [each for each in _changed(evidence, "environment") if _is_of_topology(each)]
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        changed += environment_differences({**usual, **before}, {**usual, **after})
+    if not changed:
+        return []
+    text = "; ".join(dict.fromkeys(changed))
+    return [Cause("topology", f"{text}: sums over processes are made in another order, of other shares")]
+
+
+def _from_processes(evidence: Evidence) -> list[Cause]:
+    """How many processes there are, on which the results of virtual ranks do not depend."""
+    if not evidence.trained_by:
+        return []
+    counts = " and then ".join(map(str, evidence.trained_by))
+    text = f"number of processes: {counts} when it was recorded, another one now; with virtual ranks, results do not "
+    text += "depend on it, unless the user's code reads the rank or the number of processes"
+    return [Cause("topology", text)]
+
+
+def _is_of_topology(difference: str) -> bool:
+    return difference.partition(":")[0] in _TOPOLOGY
 
 
 def _from_event(evidence: Evidence) -> list[Cause]:
@@ -111,7 +147,7 @@ def _generators_differ(evidence: Evidence) -> bool:
 
 def _from_environment(evidence: Evidence) -> list[Cause]:
     found = []
-    if environment := _changed(evidence, "environment"):
+    if environment := [each for each in _changed(evidence, "environment") if not _is_of_topology(each)]:
         found.append(Cause("environment", "; ".join(environment)))
     handlers = _names(evidence.recorded.get("handlers")), _names(evidence.now.get("handlers"))
     if handlers[0] != handlers[1]:

@@ -88,8 +88,13 @@ def writes_for_all(handler: object, model: nn.Module) -> bool:
     return isinstance(handler, _OUTPUT) and not (isinstance(handler, _OF_ALL) and is_sharded(model))
 
 
-def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
+def check_ranks(model: nn.Module, handlers: Iterable[object], shares: int) -> None:
     """Refuse handlers that act by what one process sees, where several train; warn of BatchNorm.
+
+    Args:
+        model: of this process.
+        handlers: of its trainer.
+        shares: into how many parts the processes divide each batch.
 
     Raises:
         ConfigurationError: a handler does.
@@ -123,7 +128,7 @@ def check_ranks(model: nn.Module, handlers: Iterable[object]) -> None:
         )
     own = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     own = [name for name in own if not isinstance(model.get_submodule(name), nn.SyncBatchNorm)]
-    if own and ranks().is_main:
+    if own and shares > 1 and ranks().is_main:
         get_logger("pulsetrain").warning(
             "BatchNorm normalises by each process's share of a batch, not by the global batch; for that, use "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, or another normalisation",

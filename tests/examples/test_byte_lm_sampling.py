@@ -212,3 +212,17 @@ class TestCalls:
         cache = Cache(rows=1, columns=2, device=torch.device("cpu"))
         with pytest.raises(ValueError, match=r"position_ids of shape None\): needs \(1, 2\), as input_ids"):
             model(torch.tensor([[1, 2]]), cache=cache)
+
+    def test_a_function_chooses_the_tokens_and_ends_the_rows(self, model: ByteGPT) -> None:
+        asked: list[list[int]] = []
+
+        def draw(rows: list[int], logits: Tensor) -> tuple[list[int], list[bool]]:
+            asked.append(list(rows))
+            assert logits.shape == (len(rows), 256)
+            return [10 * row + len(asked) for row in rows], [row < len(asked) for row in rows]
+
+        replies = model.sample([[1, 2], [3], [4, 5, 6]], 9, draw=draw)
+        assert asked == [[0, 1, 2], [1, 2], [2]]
+        assert replies == [[1], [11, 12], [21, 22, 23]]
+        full = model.sample([[1] * CONTEXT], 9, draw=lambda rows, logits: ([7], [False]))
+        assert full == [[7]], "the context is full"

@@ -23,8 +23,8 @@ import torch
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, JaxBackend, SupervisedStrategy, TrainerCore
-from pulsetrain.engine.step.protocols import BackendSettings
-from pulsetrain.handlers import EventRecorder, LRFinder, NaNGuard
+from pulsetrain.engine.step.protocols import BackendSettings, TrainingBatch
+from pulsetrain.handlers import SWA, EventRecorder, LRFinder, NaNGuard
 from pulsetrain.handlers.recorder.fingerprints import fingerprint_of
 from tests.faults.everything import logged
 from tests.support import programs
@@ -59,11 +59,12 @@ TENSOR = {
     "between/kernel": [None, "model"],
     "out/kernel": ["model", None],
 }
+_WITHOUT_BETWEEN = {path: axes for path, axes in TENSOR.items() if path != "between/kernel"}
 WAYS: dict[str, dict[str, Any]] = {
     "data": {"mesh": {"data": 4}},
     "fsdp": {"mesh": {"data": 4}, "sharding": "fsdp"},
     "tensor": {"mesh": {"model": 4}, "sharding": TENSOR},
-    "both": {"mesh": {"data": 2, "model": 2}, "sharding": {**TENSOR, "*": "fsdp"}},
+    "both": {"mesh": {"data": 2, "model": 2}, "sharding": {**_WITHOUT_BETWEEN, "*": "fsdp"}},
 }
 STEPS = 50
 
@@ -300,6 +301,62 @@ def batches_split() -> Found:
             found[f"{name} {rows}"] = sorted(set(seen))
             state = result.state if name == "train" else state  # type: ignore[attr-defined]
     return found
+
+
+@case
+def one_row() -> Found:
+    """What has one row, such as positions, belongs to all rows of a batch, and reaches each device whole."""
+
+    def shifted(weights: Any, inputs: Any, positions: Any) -> Any:
+        return (inputs + positions) @ weights["kernel"]
+
+    found: Found = {"losses": {}}
+    for name, way in {"one": {}, "mesh": {"mesh": {"data": 2, "model": 2}}}.items():
+        core = TrainerCore(JaxBackend("cpu", **way), Shifted("mse"), check=False)
+        state = core.init((shifted, {"kernel": np.ones((4, 1), "float32")}), "sgd")
+        losses = []
+        for rows in (16, 16, 7):
+            drawn = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+            result = core.train_step({"inputs": drawn, "positions": torch.arange(4.0)[None], "y": drawn[:, :1]}, state)
+            state = result.state
+            losses.append(float(result.loss))
+        found["losses"][name] = losses
+    arrays = {"inputs": np.ones((16, 4)), "positions": np.ones((1, 4)), "scale": np.float32(1.0)}
+    for name, placed in core.backend.placement.put_batch(arrays, first=True).items():
+        found[name] = list(placed.addressable_data(0).shape) if np.ndim(placed) else []
+    alone = core.backend.placement.put_batch({"inputs": np.ones((1, 4))})["inputs"]
+    found["alone"] = list(alone.addressable_data(0).shape)
+    return found
+
+
+class Shifted(SupervisedStrategy):
+    """Batches with positions, of shape (1, length)."""
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        inputs = {name: batch[name] for name in ("inputs", "positions")}
+        return TrainingBatch(inputs, batch["y"], samples=len(batch["y"]))
+
+
+@case
+def averages() -> Found:
+    """The mean of late weights, of a run on the mesh and of one on one device."""
+    found: Found = {}
+    weights: dict[str, Any] = {}
+    for name, backend in (("mesh", MESH()), ("one", JaxBackend())):
+        average = SWA(after_epoch=0)
+        run = small_run([average], backend=backend)
+        history = run.train()
+        raw = {path: each.clone() for path, each in run.model.state_dict().items()}
+        with average.applied():
+            weights[name] = {path: each.clone() for path, each in run.model.state_dict().items()}
+        found[name] = {
+            "count": average.number_averaged,
+            "losses": history["val/loss"],
+            "moved": max(float((raw[path] - each).abs().max()) for path, each in weights[name].items()),
+            "split": split_of(run) != [],
+        }
+    pairs = [(weights["mesh"][path], weights["one"][path]) for path in weights["one"]]
+    return {**found, "difference": max(float((mine - its).abs().max()) for mine, its in pairs)}
 
 
 # ---------------------------------------------------------------------------------- checkpoints and whole runs

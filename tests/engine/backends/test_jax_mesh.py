@@ -15,7 +15,6 @@ from tests.support.jax_mesh_cases import WAYS, on_four_devices
 from tests.support.models import batches, bits, core_of, function_model, torch_model
 from tests.support.runs_backends import programs_kept
 
-KERNELS = ["between/kernel", "in/bias", "in/kernel", "out/kernel"]
 # the axes of each kernel, and the shape of its part on each device; in and between are (64, 256) and (256, 128)
 SPLIT = {
     "data": {},
@@ -27,7 +26,7 @@ SPLIT = {
         "out/kernel": ["P('model', None)", [32, 4]],
     },
     "both": {
-        "between/kernel": ["P(None, 'model')", [256, 64]],
+        "between/kernel": ["P('data',)", [128, 128]],  # as fsdp does
         "in/bias": ["P('model',)", [128]],
         "in/kernel": ["P(None, 'model')", [64, 128]],
         "out/kernel": ["P('model', None)", [64, 4]],
@@ -86,7 +85,7 @@ def test_parameters_and_their_moments_are_split_alike_and_stay_so(numbers, way):
 
 @pytest.fixture(scope="module")
 def small():
-    names = ("programs_of_runs", "smaller_batch", "batches_split", "split_steps", "metadata", "optimizers")
+    names = ("programs_of_runs", "smaller_batch", "batches_split", "split_steps", "metadata", "optimizers", "averages")
     return on_four_devices(*names)
 
 
@@ -143,6 +142,16 @@ def test_each_device_computes_its_rows_of_a_batch_that_divides(small, step):
 
 
 @pytest.mark.slow
+def test_an_average_of_late_weights_is_that_of_one_device(small):
+    found = small["averages"]
+    assert found["difference"] < 1e-6
+    assert found["mesh"]["count"] == found["one"]["count"] == 2
+    assert found["mesh"]["losses"] == pytest.approx(found["one"]["losses"], abs=1e-6)
+    assert found["mesh"]["moved"] > 1e-3, "the average is not the last weights"
+    assert found["mesh"]["split"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*WAYS, "partly"])
 def test_receivers_of_gradients_change_no_bit(small, way):
     found = small["split_steps"][way]
@@ -177,10 +186,13 @@ def test_the_metadata_of_flax_says_what_is_split(small, kind, layer):
     assert {found[layer.format(1)] for found in (both, data, by_pattern)} <= replicated
 
 
-def test_split_arrays_become_torch_tensors_and_wrong_sizes_are_refused_before_training():
-    found = on_four_devices("conversions", "mistakes")
+def test_split_arrays_become_torch_tensors_one_row_is_for_all_and_wrong_sizes_are_refused_before_training():
+    found = on_four_devices("conversions", "mistakes", "one_row")
     assert len(found["conversions"]) == 16
     assert all(all(checks) for checks in found["conversions"].values()), found["conversions"]
+    rows = found["one_row"]
+    assert rows["losses"]["mesh"] == pytest.approx(rows["losses"]["one"], rel=1e-6)
+    assert (rows["inputs"], rows["positions"], rows["scale"], rows["alone"]) == ([8, 4], [1, 4], [], [1, 4])
     errors = found["mistakes"]
     assert errors.pop("updates") == 0
     first = (

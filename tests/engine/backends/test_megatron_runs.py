@@ -13,7 +13,7 @@ from pulsetrain import Trainer, TrainingConfig, verify
 from pulsetrain.engine import Events, Every, MegatronBackend, MegatronGPT, PretrainStrategy
 from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.handlers import EMA, EarlyStopping, Fingerprints, GradientMonitor, NaNGuard
+from pulsetrain.handlers import EMA, SWA, EarlyStopping, Fingerprints, GradientMonitor, NaNGuard
 from tests.support.runs_of_megatron import (
     GPT,
     LLAMA,
@@ -101,6 +101,25 @@ def test_handlers_act_in_both_processes_alike():
     for found, its in together(run):
         assert apart(found, weights) < 1e-4
         assert its["val/loss"] == pytest.approx(history["val/loss"], abs=1e-5)
+
+
+def test_an_average_of_late_weights_is_that_of_one_process():
+    def run(rank: int, tensor: int) -> Any:
+        average = SWA(after_update=2, every=Every(updates=1))
+        trainer = make(GPT, average, tensor=tensor, max_epochs=2)
+        losses = trainer.train()["val/loss"]
+        raw = whole(trainer)
+        with average.applied():
+            return losses, raw, whole(trainer), average.number_averaged
+
+    losses, raw, averaged, count = alone(lambda rank: run(rank, 1))
+    assert count == 4
+    assert apart(averaged, raw) > 1e-3
+    for its_losses, its_raw, its_averaged, its_count in together(lambda rank: run(rank, 2)):
+        assert its_count == count
+        assert apart(its_raw, raw) < 1e-4
+        assert apart(its_averaged, averaged) < 1e-4
+        assert its_losses == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -121,14 +121,80 @@ def test_a_reply_whose_first_token_swallows_the_end_of_the_prompt_is_refused(mak
     assert tokenize_chat(chat, tokenizer, template=chatml)["labels"].count(X) > 0
 
 
-def test_a_chat_template_has_no_prompt_for_a_reply_that_comes_first(bpe, make_fast):
-    chat = [{"role": "assistant", "content": "Hi"}, *DIALOGUE[1:3]]
-    with pytest.raises(
-        ConfigurationError, match=r"messages\[0\]\): the conversation begins with 'assistant'.*template="
-    ):
-        tokenize_chat(chat, make_fast(CHATML))
-    assert texts(tokenize_chat(chat, make_fast(CHATML), train_on="last"), reader(bpe))[1] == ["Fine.<|im_end|>\n"]
-    assert texts(tokenize_chat(chat, make_fast()), reader(bpe))[1] == ["Hi<|im_end|>\n", "Fine.<|im_end|>\n"]
+BEGINNING = [{"role": "assistant", "content": "Hi"}, *DIALOGUE[1:3]]
+
+
+@pytest.mark.parametrize("before", ["", "{{ bos_token }}", "{{ bos_token }}<|im_start|>system\nBe kind.<|im_end|>\n"])
+def test_a_reply_that_comes_first_is_learnt(bpe, make_fast, before):
+    tokenizer = make_fast(before + CHATML)
+    example = tokenize_chat(BEGINNING, tokenizer)
+    assert example["input_ids"] == tokenizer.apply_chat_template(BEGINNING, return_dict=False)
+    whole, learnt = texts(example, reader(bpe))
+    assert learnt == ["Hi<|im_end|>\n", "Fine.<|im_end|>\n"]
+    assert whole.endswith("<|im_start|>assistant\nFine.<|im_end|>\n")
+    assert texts(tokenize_chat(BEGINNING, make_fast()), reader(bpe))[1] == learnt
+
+
+def test_a_template_without_a_generation_prompt_has_none_for_a_reply_that_comes_first(bpe, make_fast):
+    silent = CHATML.replace("<|im_start|>assistant\n", "")
+    message = r"messages\[0\]\): the conversation begins with 'assistant'.*template="
+    with pytest.raises(ConfigurationError, match=message):
+        tokenize_chat(BEGINNING, make_fast(silent))
+
+
+# the tools first, then turns with their calls, as Hermes and Qwen write them
+TOOLS = """\
+{%- if tools %}<tools>{% for tool in tools %}{{ tool.function.name }} {% endfor %}</tools>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}"""
+
+
+def weather(city: str) -> str:
+    """The weather.
+
+    Args:
+        city: where.
+    """
+    return city
+
+
+SCHEMA = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"name": "weather", "arguments": {"city": "Ulm"}}
+CALLING = [
+    {"role": "user", "content": "And the weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]},
+    {"role": "tool", "content": "fine"},
+    {"role": "assistant", "content": "Fine, too."},
+]
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_tools_are_described_to_the_model_and_calls_are_learnt(bpe, make_fast, train_on):
+    tokenizer = make_fast(TOOLS)
+    example = tokenize_chat(CALLING, tokenizer, tools=[weather, SCHEMA], train_on=train_on)
+    assert example["input_ids"] == tokenizer.apply_chat_template(CALLING, tools=[weather, SCHEMA], return_dict=False)
+    whole, learnt = texts(example, reader(bpe))
+    assert whole.startswith("<tools>weather time </tools>\n<|im_start|>user\n")
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call><|im_end|>\n'
+    last = "Fine, too.<|im_end|>\n"
+    assert learnt == {"assistant": [call, last], "last": [last], "all": [whole]}[train_on]
+    assert texts(tokenize_chat(CALLING, tokenizer), reader(bpe))[0] == whole[whole.index("<|im_start|>") :]
+
+
+def test_tools_need_a_chat_template(make_fast):
+    with pytest.raises(ConfigurationError, match=r"^tokenize_chat\(tools=.*\): only the chat template of a tokenizer"):
+        tokenize_chat(DIALOGUE, make_fast(), tools=[SCHEMA])
+    with pytest.raises(ConfigurationError, match=r"leave template= out$"):
+        tokenize_chat(DIALOGUE, make_fast(TOOLS), tools=[SCHEMA], template=chatml)
+    with pytest.raises(TypeError, match=r"tokenize_chat\(tools=.*needs a list of JSON schemas or functions"):
+        tokenize_chat(DIALOGUE, make_fast(TOOLS), tools=weather)
 
 
 def test_an_error_of_the_chat_template_names_the_turn(make_fast):

@@ -82,3 +82,17 @@ def test_what_is_left_out_keeps_its_names_shapes_and_flags():
     assert list(model.state_dict()) == names
     assert all(each.is_meta for each in model.state_dict().values())
     assert set(replaced.values()) == set(model.parameters())
+
+
+def test_layers_that_do_not_divide_are_named_with_the_setting_that_was_given():
+    plan = find_plan(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))
+    assert len(plan.spans(6, 3)) == 6
+    with pytest.raises(ConfigurationError) as refused:
+        plan.spans(4)
+    assert str(refused.value).startswith("Topology(pipeline=4): the 6 layers from '0' on cannot be split into 4 equal")
+    with pytest.raises(ConfigurationError) as refused:
+        plan.spans(4, 2)
+    said = str(refused.value)
+    assert said.startswith("Topology(pipeline=2, schedule='interleaved'): the 6 layers from '0' on cannot be split")
+    assert "into 4 equal parts, 2 for each process; " in said
+    assert "or a schedule with one part for each, or give the model another number of layers" in said

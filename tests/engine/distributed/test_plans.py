@@ -129,3 +129,20 @@ def test_gpt2_is_split_although_transformers_has_no_plan():
 def test_the_meta_device_is_enough():
     with torch.device("meta"):
         assert len(styles_of(Attending(), None, 2)) == 5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_of_peft_are_refused_by_name():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    first = "base_model.model.model.layers.0.self_attn.q_proj"
+    plans: list[dict[str, Any] | None] = [None, {"base_model.model.model.layers.*.self_attn.q_proj": "colwise"}]
+    for plan in plans:
+        with pytest.raises(ConfigurationError, match=f"'{first}' of PeftModel.* is a layer of peft .*shard=2 in place"):
+            styles_of(adapted, plan, 2)
+    others = {"base_model.model.model.layers.*.mlp.up_proj": "colwise"}
+    assert len(styles_of(adapted, others, 2)) == 2, "layers without adapters"

@@ -158,6 +158,48 @@ def test_the_type_of_the_weights_is_that_of_the_folder_or_the_one_that_is_chosen
         assert next(found.parameters()).dtype == (torch.bfloat16 if dtype is None else torch.float32)
 
 
+def renormed(folder: Path) -> Path:
+    """A folder in float32 with a model whose norms have weights that half precision would round."""
+    saved("scaled", folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for name, each in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(each, std=0.1)
+    model.save_pretrained(folder, max_shard_size="6KB")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["one", "shards", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kept", "dtype"), [("_keep_in_fp32_modules_strict", "bfloat16"), ("_keep_in_fp32_modules", "float16")]
+)
+def test_what_transformers_keeps_in_float32_is_in_float32(
+    kept: str, dtype: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, kept, ["layernorm", "model.norm"])
+    expected = transformers.AutoModelForCausalLM.from_pretrained(renormed(tmp_path), dtype=getattr(torch, dtype))
+    assert {each.dtype for each in expected.parameters()} == {torch.float32, getattr(torch, dtype)}
+
+    def body() -> tuple[int, bool]:
+        made = trainer_of(tmp_path, layout, model=pretrained(tmp_path, dtype=dtype), learning_rate=1e-3)
+        count = compared(made.model, expected)
+        return count, all(map(torch.isfinite, map(torch.tensor, made.train()["train/loss"])))
+
+    assert set(run(layout, body)) == {(len(tensors(expected)), True)}
+
+
+def test_without_a_type_in_the_configuration_it_is_that_of_the_files(tmp_path: Path) -> None:
+    saved("llama", tmp_path, torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("dtype") == "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {each.dtype for each in expected.parameters()} == {torch.bfloat16}
+    found = TorchBackend("cpu").module_to_device(pretrained(tmp_path))
+    assert compared(found, expected) == len(tensors(expected))
+    assert found.config.dtype == expected.config.dtype
+
+
 @pytest.mark.slow
 def test_shards_may_stay_in_the_memory_of_the_host(tmp_path: Path) -> None:
     saved("llama", tmp_path)

@@ -13,8 +13,9 @@ from torch import nn
 from benchmarks.harness.live_bytes import bytes_for_backward
 from pulsetrain.engine import ActivationOffload, OffloadPolicy
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.memory.activation_offload import HostMemory, offload_activations
+from pulsetrain.engine.memory.activation_offload import HostMemory, offload_activations, setting_of_estimate
 from pulsetrain.engine.memory.activations import recompute_activations
+from pulsetrain.engine.memory.setup import no_values
 
 
 class Noting(HostMemory):
@@ -266,3 +267,19 @@ def test_settings_that_make_no_sense_are_refused(arguments, message):
 
 def test_a_policy_of_the_users_is_one_by_its_methods():
     assert isinstance(OnDisk(), OffloadPolicy)
+
+
+def test_an_estimate_calls_no_policy_that_needs_values():
+    host, noting = ActivationOffload(min_bytes=0), Noting()
+    assert setting_of_estimate(host, torch.device("cpu")) is host, "copies are in the same memory, and are counted"
+    for setting, device in ((host, "cuda"), (ActivationOffload(min_bytes=0, policy=noting), "cpu")):
+        found = setting_of_estimate(setting, torch.device(device))
+        assert found.min_bytes == 0
+        with no_values():
+            model = Attentions()
+            with offload_activations(model, found):
+                loss = model(torch.randn(4, 8, 16)).square().mean()
+            loss.backward()
+        shapes = [each.grad.shape for each in model.parameters() if each.requires_grad]
+        assert shapes == [each.shape for each in model.parameters() if each.requires_grad]
+    assert noting.packed == []

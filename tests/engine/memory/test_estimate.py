@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from pulsetrain.engine import DPOStrategy, SupervisedStrategy
+from pulsetrain.engine import ActivationOffload, DPOStrategy, OptimizerOffload, SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.memory.estimate import MemoryUse, estimate, measure, peak_allocated
+from pulsetrain.engine.memory.live_tensors import PHASES
+from pulsetrain.engine.memory.optimizer_state import offload_optimizer
 from pulsetrain.engine.memory.setup import Setup
 from tests.support.setups import MODELS, convolutions, linear, setup_of
 
@@ -62,6 +66,8 @@ def test_the_estimate_is_within_a_tenth_of_what_the_allocator_counts(model: str,
         {"precision": "fp16"},
         {"activation_checkpointing": "blocks.*"},
         {"activation_checkpointing": "blocks.*", "precision": "bf16"},
+        {"activation_offload": ActivationOffload(min_bytes=4096)},  # to the same memory
+        {"activation_offload": ActivationOffload(min_bytes=4096), "activation_checkpointing": "blocks.*"},
         pytest.param({"model": "llama"}, marks=pytest.mark.slow),
         pytest.param({"model": "llama", "lora": True}, marks=pytest.mark.slow),
         pytest.param({"lora": True}, marks=pytest.mark.slow),
@@ -117,6 +123,43 @@ def test_what_is_computed_again_is_not_kept() -> None:
     kept, again = estimate(setup_of()), estimate(setup_of(activation_checkpointing="blocks.*"))
     assert of_blocks(again) < 0.1 * of_blocks(kept)
     assert again.phases["backward"]["activations"] > sum(again.saved.values())  # those of one block, computed again
+
+
+class InArrays:
+    """Keeps activations where torch does not count them."""
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        return numpy.array(tensor.numpy())
+
+    def unpack(self, handle: numpy.ndarray) -> torch.Tensor:
+        return torch.from_numpy(handle)
+
+
+def test_activations_that_a_policy_moves_do_not_count() -> None:
+    setting = ActivationOffload(min_bytes=4096, policy=InArrays())
+    kept, moved = estimate(setup_of("small gpt")), estimate(setup_of("small gpt", activation_offload=setting))
+    assert sum(moved.saved.values()) < 0.1 * sum(kept.saved.values())
+    assert moved.components["parameters"] == kept.components["parameters"]
+    measured = measure(setup_of("small gpt", activation_offload=setting))
+    assert moved.phases["forward"] == pytest.approx(dict(measured.phases["forward"]), rel=0.002, abs=200)
+    assert kept.unknown == ()
+    assert moved.unknown == ("InArrays.pack",), "how much of the host's memory it needs is not known"
+
+
+def test_optimizer_state_in_a_file_counts_for_what_an_update_works_on(tmp_path: Path) -> None:
+    setting = OptimizerOffload(folder=str(tmp_path), part_bytes=WEIGHTS // 8)
+    estimated, setup = estimate(linear(optimizer_offload=setting)), linear(optimizer_offload=setting)
+    assert [estimated.phases[phase]["optimizer"] for phase in PHASES] == [0, 0, WEIGHTS // 8]
+    offload_optimizer(setup.optimizer, setting)
+    measured = measure(setup)
+    assert measured.allocated is not None
+    assert estimated.peak == pytest.approx(measured.allocated, rel=0.1)
+    assert measured.components["optimizer"] < 100, "its step"
+    assert estimated.peak < 0.8 * estimate(linear()).peak
+
+
+def test_optimizer_state_on_the_host_counts_where_the_model_is_there_as_well() -> None:
+    assert estimate(linear(optimizer_offload=OptimizerOffload(to="host"))).phases == estimate(linear()).phases
 
 
 def test_the_reference_of_a_strategy_counts() -> None:

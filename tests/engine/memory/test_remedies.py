@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.byte_lm.model import ByteGPT
-from pulsetrain.engine import PretrainStrategy, SupervisedStrategy, Topology, TorchBackend
+from pulsetrain.engine import OptimizerOffload, PretrainStrategy, SupervisedStrategy, Topology, TorchBackend
 from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.memory.estimate import estimate, peak_allocated
 from pulsetrain.engine.memory.remedies import first_rows, remedies, repeated_blocks, rows_of, sharded
@@ -91,6 +91,50 @@ def test_if_the_weights_do_not_fit_only_more_processes_help() -> None:
     (only,) = remedies(setup, use, use.components["parameters"])
     assert only.settings["parallel.shard"] > 2
     assert only.peak == sharded(setup.model, use, only.settings["parallel.shard"], 1)
+
+
+class Once(nn.Sequential):
+    """It cannot be computed again in the backward pass, and not in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1 or torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("not so")
+        return super().forward(x)
+
+
+def test_a_change_that_cannot_be_estimated_is_left_out() -> None:
+    model = Deep()
+    model.blocks[0] = Once(*model.blocks[0])  # the last one that the backward pass reaches
+    batch = torch.ones(1024, WIDTH), torch.zeros(1024, WIDTH)
+    setup = setup_of(model, batch=batch, strategy=SupervisedStrategy("mse"))
+    assert repeated_blocks(setup.model, estimate(setup)) == "blocks.*"
+    assert set(found_for(setup, 0.7)) == {"training.accumulate", "parallel.shard"}
+    copied = without_values(setup)
+    assert len(list(remedies(copied, estimate(copied), int(0.7 * estimate(copied).peak)))) == 2
+    assert all(each.grad is None for each in copied.model.parameters()), "of a pass that was interrupted"
+
+
+def test_with_several_processes_peaks_are_those_of_each() -> None:
+    setup, half = deep(), deep(512, accumulate=2)
+    use = estimate(setup)
+    share = sharded(setup.model, use, 2, rows=1024)
+    found = {next(iter(each.settings)): each for each in remedies(setup, use, int(0.7 * share), processes=2)}
+    smaller = found["training.accumulate"]
+    assert (smaller.rows, smaller.peak) == (512, sharded(half.model, estimate(half), 2, rows=512))
+    assert smaller.fits
+    assert found["training.precision"].peak < share
+    assert found["parallel.shard"].settings == {"parallel.shard": 4}
+    assert found["parallel.shard"].peak == sharded(setup.model, use, 4, rows=1024)
+
+
+def test_a_model_is_shared_out_without_what_is_refused_with_it() -> None:
+    setup, plain = deep(optimizer_offload=OptimizerOffload()), deep()
+    use = estimate(setup)
+    *_, last = remedies(setup, use, use.peak - 1)
+    count = last.settings["parallel.shard"]
+    assert last.settings == {"parallel.shard": count, "training.optimizer_offload": None}
+    assert last.what.endswith(f"over {count} processes, without optimizer_offload")
+    assert last.peak == sharded(plain.model, estimate(plain), count, rows=1024)
 
 
 def test_a_model_is_as_it_was_afterwards() -> None:

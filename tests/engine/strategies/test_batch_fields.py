@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from pulsetrain.engine import PretrainStrategy, SFTStrategy
+from pulsetrain.engine.strategies import DPOStrategy, KTOStrategy, ORPOStrategy, RewardModelStrategy
 from tests.support.formulas import VOCABULARY
 from tests.support.models import Tokens
-from tests.support.models_language import TEXTS, TOKENS, Short, assert_refused, run_of
+from tests.support.models_language import PAIRS, TEXTS, TOKENS, Short, assert_refused, run_of
 
 
 class Typed(Tokens):
@@ -82,3 +83,43 @@ def test_texts_and_the_fields_that_the_strategy_reads_stay_with_it(strategy):
     mask = torch.ones_like(TOKENS)
     run_of([{**TEXTS, "attention_mask": mask, "text": ["a", "b"], "source": "web"}], strategy(), model).train()
     assert model.given[-1] == {"token_type_ids": None, "pixel_values": None, "rest": {}}
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+PAIRED = {**PAIRS, "margin": torch.ones(2), "reference_chosen_log_probs": -torch.ones(2), "prompt": ["a", "b"]}
+PAIRED |= {"reference_rejected_log_probs": -torch.ones(2)}
+JUDGED = {**TEXTS, "kl_input_ids": TOKENS, "kl_labels": TEXTS["labels"], "desirable": torch.tensor([True, False])}
+ANSWERS = pytest.mark.parametrize(
+    ("strategy", "batch"), [(DPOStrategy, PAIRED), (ORPOStrategy, PAIRED), (KTOStrategy, JUDGED)]
+)
+
+
+@ANSWERS
+def test_each_answer_of_a_row_gets_its_further_tensors(strategy, batch):
+    model, images = Typed(), torch.arange(2.0).reshape(2, 1, 1, 1)
+    run_of([{**batch, "pixel_values": images}], strategy(), model).train()
+    assert model.given[-1]["pixel_values"].flatten().tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+@ANSWERS
+@pytest.mark.parametrize(
+    ("field", "error", "parts"),
+    [
+        ({"chosen_token_type_ids": TYPES}, TypeError, ["'chosen_token_type_ids'", "drop the column"]),
+        ({"prompt_input_ids": TYPES}, TypeError, ["'prompt_input_ids'", "drop the column"]),
+        ({"pixel_values": torch.ones(3, 1)}, ValueError, ["'pixel_values' is float32 (3, 1)", "there are 2 rows"]),
+        ({"pixel_values": IMAGES.numpy()}, TypeError, ["pixel_values=numpy.ndarray"]),
+    ],
+)
+def test_other_tensors_beside_answers_are_refused_by_name(strategy, batch, field, error, parts):
+    assert_refused(run_of([{**batch, **field}], strategy(), Typed()), error, parts)
+
+
+def test_a_reward_model_gets_them_too():
+    made, model = RewardModelStrategy(), Typed()
+    made.bind(model)
+    inputs = made.prepare_batch({**PAIRED, "token_type_ids": TYPES}).inputs
+    assert torch.equal(inputs["token_type_ids"], torch.cat([TYPES, TYPES]))
+    with pytest.raises(TypeError, match="'length', int64"):
+        made.prepare_batch({**PAIRED, "length": torch.tensor([6, 6])})

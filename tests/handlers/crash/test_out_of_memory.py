@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import Events, SupervisedStrategy
+from pulsetrain.engine import Events, OptimizerOffload, SupervisedStrategy
 from pulsetrain.handlers import CrashBundle
 from pulsetrain.handlers.crash import memory_snapshot
 from pulsetrain.handlers.crash.crash_bundle import read_bundle
@@ -32,7 +35,14 @@ def network() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
 
 
-def failing(folder: Path, model: nn.Module | None = None, **config: Any) -> Bundle:
+def failing(
+    folder: Path,
+    model: nn.Module | None = None,
+    *,
+    before: Callable[[], object] = int,
+    advised: bool = True,
+    **config: Any,
+) -> Bundle:
     """The bundle of a run in which an allocation fails before the second batch is trained."""
     data = [(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))] * 3
     run = Trainer(
@@ -45,6 +55,7 @@ def failing(folder: Path, model: nn.Module | None = None, **config: Any) -> Bund
 
     def allocate() -> None:
         if run.state.iteration == 2:
+            before()
             torch.empty(TOO_MUCH, dtype=torch.uint8)
 
     run.add_event_handler(Events.ITERATION_STARTED, allocate)
@@ -52,7 +63,8 @@ def failing(folder: Path, model: nn.Module | None = None, **config: Any) -> Bund
     found = bundle_of(error)
     assert found is not None
     bundle = read_bundle(found)
-    assert [note for note in error.__notes__ if note.startswith("memory: ")] == [f"memory: {bundle.memory['remedy']}"]
+    notes = [note for note in error.__notes__ if note.startswith("memory: ")]
+    assert notes == ([f"memory: {bundle.memory['remedy']}"] if advised else [])
     return bundle
 
 
@@ -125,11 +137,47 @@ def test_a_part_that_cannot_be_estimated_is_missing(tmp_path: Path) -> None:
     assert bundle.memory["held"]["parameters"] == 4 * (WIDTH * WIDTH + WIDTH)
 
 
+class Drawing(nn.Sequential):
+    """It draws small tensors and numbers, which an estimate computes with values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(torch.rand(3).sum()) * random.random() * numpy.random.rand()
+
+
+def generators() -> tuple[list[int], object, list[int]]:
+    return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+
 def test_the_run_and_its_generators_are_left_as_they_are(tmp_path: Path, left: dict[str, int]) -> None:
-    model = network()
-    failing(tmp_path, model)
+    model = Drawing(*network())
+    drawn: list[object] = []
+    bundle = failing(tmp_path, model, before=lambda: drawn.append(generators()))
+    assert bundle.memory["estimated"]["peak"] > 0, "it has computed the model"
+    assert drawn == [generators()]
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
     assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_the_estimate_is_there_if_no_change_can_be_found(
+    tmp_path: Path, left: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: object) -> None:
+        raise ValueError("no arithmetic today")
+
+    left["bytes"] = 0
+    monkeypatch.setattr(memory_snapshot, "remedies", broken)
+    bundle = failing(tmp_path, advised=False)
+    assert bundle.facts["missing"] == {"memory estimate": "ValueError: no arithmetic today"}
+    assert bundle.memory["estimated"]["components"]["parameters"] == WEIGHTS
+    assert bundle.memory["capacity"] == WEIGHTS
+
+
+def test_optimizer_state_in_a_file_is_neither_held_nor_needed(tmp_path: Path, left: dict[str, int]) -> None:
+    memory = failing(tmp_path / "plain").memory
+    offloaded = failing(tmp_path / "offloaded", optimizer_offload=OptimizerOffload(folder=str(tmp_path))).memory
+    assert offloaded["held"]["optimizer"] < 100, "steps"
+    assert offloaded["estimated"]["phases"]["backward"]["optimizer"] == 0
+    assert offloaded["estimated"]["peak"] < memory["estimated"]["peak"] - WEIGHTS
 
 
 def test_other_errors_have_no_memory(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from pulsetrain.engine import Engine, Events
+from pulsetrain.engine import Engine, Events, Topology, TorchBackend
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.run_files.run_file import note_start, run_facts, write_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
@@ -112,3 +112,14 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         replace_file(path, None)
     assert path.read_bytes() == b"one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_topology_is_there_where_it_is_not_the_usual_one():
+    assert run_facts(trainer({"seed": 5}))["parallel"] == {}
+    assert run_facts(make_engine())["parallel"] == {}
+    backend = TorchBackend("cpu", topology=Topology(virtual=2, reduction="tree"))
+    model = torch.nn.Linear(4, 1)
+    assert run_facts(trainer({"seed": 5}, backend=backend, model=model))["parallel"] == {
+        "virtual": 2,
+        "reduction": "tree",
+    }

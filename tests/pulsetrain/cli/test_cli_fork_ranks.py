@@ -10,7 +10,8 @@ import pytest
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.recording.log.run_file import read_run_file
-from tests.support.programs_command_line import by_two
+from tests.support.programs_command_line import by_two, main_and_said
+from tests.support.runs_of_ranks import in_one_process
 
 TRAIN = [
     "train",
@@ -64,3 +65,29 @@ def test_a_fork_is_made_in_the_number_of_processes_that_is_asked_for(
         "train it: pulsetrain train runs/b/config.yaml --run runs/b --resume latest "
         "--launch.nproc=2 --launch.min_nproc=2\n"
     )
+
+
+def test_one_process_forks_a_run_of_two_with_virtual_ranks(folder: Path):
+    assert [status for status, _ in by_two([*TRAIN, "--parallel={virtual: 2, reduction: tree}"])] == [0, 0]
+    status, said = in_one_process(lambda rank: main_and_said([*FORK, "--train"]), forked=True).value
+    assert status == 0, said
+    status, said = in_one_process(lambda rank: main_and_said(["diff", "runs/a", "runs/b"]), forked=True).value
+    assert status == 0, said
+
+
+@pytest.mark.slow
+def test_the_remedy_for_a_sharded_run_makes_a_fork_in_one_process(folder: Path, capsys: Any):
+    options = ["--parallel.pipeline=2", "--parallel.schedule=gpipe", "--model=plain.layers"]
+    (folder / "plain.py").write_text(
+        "from torch import nn\n"
+        "def layers(): return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Tanh())\n"
+    )
+    assert [status for status, _ in by_two([*TRAIN, *options])] == [0, 0]
+    assert main(FORK) == 2
+    said = capsys.readouterr().err
+    assert "fork it in as many, --launch.nproc 2, or in another number of them" in said
+    remedy = said.split("in one by ")[1].split()
+    assert remedy == ["--set", "parallel=null", "--launch.nproc", "1"]
+    status, said = in_one_process(lambda rank: main_and_said([*FORK, *remedy, "--train"]), forked=True).value
+    assert status == 0, said
+    assert read_run_file(Path("runs/b"))["parallel"] == {}

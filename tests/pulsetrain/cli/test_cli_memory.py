@@ -198,21 +198,58 @@ def test_what_cannot_be_estimated_is_measured(deep: Path, capsys: Streams) -> No
 def test_memory_of_unknown_size_is_noted(deep: Path, capsys: Streams) -> None:
     found = answer(capsys, "--model", "deep.Recurrent")
     assert found["estimated"]["unknown"] == ["aten.mkldnn_rnn_layer.default"]
-    assert "keeps more than is known without values" in found["notes"][0]
+    assert "may keep more than is known without values" in found["notes"][0]
 
 
 def test_shards_are_worked_out_for_one_process(folder: Path, capsys: Streams) -> None:
     found = answer(capsys, "--parallel", "{shard: 2}")
     assert "each of 2, with shard: 2, needs about" in found["notes"][0]
+    assert found["processes"] == 2
 
 
-def test_offloaded_optimizer_state_is_counted_and_nothing_is_written(folder: Path, capsys: Streams) -> None:
+def test_the_share_of_a_process_decides_whether_it_fits(
+    deep: Path, capsys: Streams, left: dict[str, int | None]
+) -> None:
+    words = ("--model", "deep.Deep", "--parallel", "{shard: 2}", "--training.optimizer", "adamw")
+    found = answer(capsys, *words)
+    share, whole = found["needed_by_each"], found["estimated"]["peak"]
+    assert share < whole
+    left["bytes"] = share
+    assert needs(*words) == 0
+    output = capsys.readouterr().out
+    assert "it fits" in output
+    assert "each process    " in output
+    assert answer(capsys, *words, "--measure")["notes"][-1] == "not measured, since it does not fit into one process"
+    left["bytes"] = share - 1
+    assert needs(*words) == 1
+    assert "does not fit" in capsys.readouterr().out
+    changes = answer(capsys, *words)["changes"]
+    assert changes[-1]["settings"]["parallel.shard"] == 4
+    assert changes[-1]["peak"] < share
+    assert all(each["peak"] < share for each in changes), "each is that of one of the processes"
+
+
+def test_what_other_ways_to_share_a_model_out_save_is_noted(folder: Path, capsys: Streams) -> None:
+    found = answer(capsys, "--parallel", "{tensor: 2}")
+    assert found["notes"] == ["what parallel.tensor saves is not counted"]
+    assert found["processes"] == 1
+
+
+def test_offloaded_optimizer_state_is_not_counted_and_nothing_is_written(folder: Path, capsys: Streams) -> None:
     def files() -> list[Path]:
         return sorted(each for each in folder.rglob("*") if "__pycache__" not in each.parts)
 
     before = files()
-    found = answer(capsys, "--training.optimizer_offload", "disk", "--training.optimizer", "adamw")
-    assert found["estimated"]["peak"] == answer(capsys, "--training.optimizer", "adamw")["estimated"]["peak"]
+    adamw = ("--training.optimizer", "adamw")
+    phases = answer(capsys, "--training.optimizer_offload", "disk", *adamw)["estimated"]["phases"]
+    with_state = answer(capsys, *adamw)["estimated"]["phases"]
+    size = with_state["update"]["optimizer"]
+    assert [phases[name]["optimizer"] for name in ("forward", "backward", "update")] == [0, 0, size // 32]
+    assert phases["backward"]["gradients"] == with_state["backward"]["gradients"]
+    on_host = answer(capsys, "--training.optimizer_offload", "host", *adamw)["estimated"]["phases"]
+    assert on_host == with_state, "the host's memory is that of the CPU"
+    measured = answer(capsys, "--training.optimizer_offload", "disk", *adamw, "--measure")["measured"]
+    assert measured["components"]["optimizer"] < size / 4, "the steps of four parameters are not offloaded"
     assert files() == before
 
 

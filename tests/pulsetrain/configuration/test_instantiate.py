@@ -122,7 +122,7 @@ class TestBuild:
             ),
             (
                 "pulsetrain.engine.strategies.SupervisdStrategy",
-                "PPOStrategy, PretrainStrategy, SFTStrategy, SupervisedStrategy.*did you mean 'SupervisedStrategy'",
+                "PPOStrategy, PretrainStrategy, .*, SupervisedStrategy.*did you mean 'SupervisedStrategy'",
             ),
             ("torch.nn.Linaer", r"unknown name in torch.nn; there are \d+ others; did you mean 'Linear'"),
         ],

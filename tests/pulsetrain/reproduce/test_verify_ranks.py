@@ -337,3 +337,15 @@ def test_sharded_models_are_verified(topology: dict[str, int], tmp_path: Path):
     assert "1 of " in str(found["bit"].tensor)
     assert "iteration 40" in str(found["bit"].tensor)
     assert found["seed"].differs
+
+
+def test_another_topology_is_the_likeliest_cause(recorded: Path):
+    def again(rank: int) -> Any:
+        topology = Topology(shard=2)
+        return verify(recorded, lambda folder: build(folder, backend=TorchBackend("cpu", topology=topology)))
+
+    found = results({"sharded": again})["sharded"]
+    assert found.differs
+    assert found.causes[0].kind == "topology"
+    assert "shard: 1 -> 2" in found.causes[0].text
+    assert "code" not in [each.kind for each in found.causes]

@@ -62,6 +62,19 @@ def test_a_difference_in_the_last_bits_is_found_by_all(tmp_path: Path):
     assert list(alone[0].divergence.fields) == ["output.loss"]
     assert alone[0].divergence.a.iteration == 12
     assert len(alone[0].rows) == 4  # of the global batch
+    (cause,) = alone[0].causes
+    assert (cause.kind, cause.text[:47]) == ("topology", "number of processes: 2 when it was recorded, an")
+    assert [each.kind for each in two[0].causes] == ["code"], "nothing has changed"
+
+
+def test_a_changed_number_of_virtual_ranks_is_the_likeliest_cause(tmp_path: Path):
+    virtual(tmp_path, max_epochs=1).train()
+    found = verify(tmp_path, lambda folder: virtual(folder, count=2, max_epochs=1))
+    assert found.differs
+    assert found.causes[0].kind == "topology"
+    assert "virtual: 4 -> 2" in found.causes[0].text
+    assert found.causes[0].text.count("virtual") == 1
+    assert "code" not in [each.kind for each in found.causes]
 
 
 def test_a_number_that_does_not_divide_the_virtual_ranks_is_refused(tmp_path: Path):

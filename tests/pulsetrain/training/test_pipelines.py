@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import CheckpointError, Events, Every, SFTStrategy, SupervisedStrategy
 from pulsetrain.engine.checkpoint import save_safetensors
+from pulsetrain.engine.step.protocols import TrainingBatch
 from pulsetrain.handlers import Fingerprints, GradientMonitor, NaNGuard
 from tests.support.ranks import Ended, in_processes
 from tests.support.runs_of_pipelines import gpt, layers, pipelined, texts
@@ -169,6 +170,43 @@ def test_micro_batches_weigh_as_many_tokens_as_they_train():
         return learn_texts(gpt(), texts(19), backend, max_epochs=2)
 
     check(in_processes(lambda rank: run(rank, pipelined(microbatches=3))), run(0, None))
+
+
+class Weighed(SupervisedStrategy):
+    """A mean over rows that weigh as much as their last input says: less than 1 together, and some nothing."""
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        inputs, targets = batch
+        return TrainingBatch(inputs, (targets, inputs[:, 3]), len(inputs), weight=inputs[:, 3].sum())
+
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
+        targets, weights = batch.targets
+        loss: Tensor = (weights[:, None] * (outputs - targets).square()).sum() / weights.sum()
+        return loss
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_micro_batches_may_weigh_nothing_and_all_together_less_than_one(schedule: str):
+    inputs, targets = double(12).tensors
+    inputs[:, 3] = torch.tensor([0.0, 0.0, 0.1, 0.2, 0.3, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0, 0.3])
+    weights = inputs[:, 3].reshape(2, 6)
+    assert weights.reshape(2, 3, 2).sum(2).tolist()[1][0] == 0 == weights[0, :2].sum(), "micro-batches of nothing"
+    assert max(weights.sum(1)) < 1
+
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        data = TensorDataset(inputs, targets)
+        made = Trainer(
+            layers(), DataLoader(data, 6), DataLoader(data, 6), strategy=Weighed("mse"), backend=backend,
+            config=TrainingConfig(max_epochs=3, optimizer="adamw", learning_rate=0.01, seed=0, log_every_n_steps=1),
+        )  # fmt: skip
+        found = trained(made)
+        found["val"] = [*found["val"], *made.history.get_history()["train/loss"]]
+        return found
+
+    parts = {"1f1b": 3, "interleaved": 6}[schedule]
+    one = run(0, None)
+    assert torch.tensor(one["val"]).isfinite().all()
+    check(in_processes(lambda rank: run(rank, pipelined(microbatches=parts, schedule=schedule))), one)
 
 
 @pytest.mark.slow

@@ -167,6 +167,7 @@ def test_parts_of_a_batch_that_differ_are_refused():
     [
         ({"pipeline": 0}, "pipeline=0"),
         ({"schedule": "zigzag"}, "1f1b"),
+        ({"schedule": "gpipe"}, r"schedule='gpipe'\): is for pipelines; set pipeline=2"),
         ({"pipeline": 2, "microbatches": 1}, "at least one for each process"),
         ({"pipeline": 2, "microbatches": 3, "schedule": "interleaved"}, "the same number for each"),
         ({"pipeline": 2, "tensor": 2}, "not supported together"),

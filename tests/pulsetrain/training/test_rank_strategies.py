@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import DPOStrategy, Events, Every, GRPOStrategy, PPOStrategy, SFTStrategy, Topology, TorchBackend
 from pulsetrain.engine.data.sequences import pad_examples
-from pulsetrain.engine.rollouts import TextRollouts
+from pulsetrain.engine.rollouts import ConversationRollouts, TextRollouts
 from pulsetrain.handlers import Checkpointer
 from tests.support.models_language import Adapted
 from tests.support.ranks import in_processes
@@ -275,3 +275,72 @@ def test_a_sharded_model_that_draws_its_texts_itself_is_refused():
 
     for each in in_processes(run):
         assert "may call the model more often in one process than in another" in each.error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("layout", ["copies", "shards"])
+@pytest.mark.parametrize("kind", ["texts", "conversations"])
+def test_texts_that_the_policy_draws_do_not_depend_on_the_number_of_processes(kind: str, layout: str):
+    def run(layout: str) -> Any:
+        asked: list[Any] = []
+
+        def judge(prompts: Any, completions: Any) -> list[float]:
+            asked.extend((prompt, tuple(each)) for prompt, each in zip(prompts, completions, strict=True))
+            return reward(prompts, completions)
+
+        options: dict[str, Any] = {"max_new_tokens": 3, "prompts_per_rollout": 2, "end_token": END, "pad_to": 24}
+        data = (
+            TextRollouts(PROMPTS, judge, **options)
+            if kind == "texts"
+            else ConversationRollouts(PROMPTS, Answering, judge, max_length=24, **options)
+        )
+        trainer("grpo in one pass", layout, data=data, model=Plain()).train()
+        return asked
+
+    alone = run("one")
+    first, second = in_processes(lambda rank: run(layout))
+    assert (first.error, second.error) == ("", ""), first.error
+    assert len(set(map(str, alone))) > 4
+    assert sorted(first.value + second.value) == sorted(alone)
+
+
+class Answering:
+    """Writes the first token of each turn once more, and ends with an even one."""
+
+    def reset(self, prompt: list[int]) -> list[int]:
+        return []
+
+    def step(self, completion: list[int]) -> tuple[list[int], float, bool]:
+        return completion[:1], 0.0, completion[0] % 2 == 0
+
+
+class Updated:
+    """A sampler that keeps a copy of the policy."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def __call__(self, prompts: Any, most: int, **options: Any) -> list[list[int]]:
+        return drawn(prompts, most)
+
+    def update_weights(self, model: nn.Module, version: int) -> None:
+        self.versions.append(version)
+
+
+def test_the_main_process_alone_updates_a_sampler_that_keeps_a_copy_of_the_policy():
+    def run(rank: int) -> list[int]:
+        sampler = Updated()
+        trainer("grpo", "copies", data=rollouts(sampler)).train()
+        return sampler.versions
+
+    first, second = in_processes(run)
+    assert (first.error, second.error) == ("", ""), first.error
+    assert first.value == list(range(1, len(first.value) + 1)) != []
+    assert second.value == []
+
+
+def test_a_sampler_that_saves_the_whole_model_is_refused_where_processes_hold_parts():
+    def run(rank: int) -> None:
+        trainer("grpo", "shards", data=rollouts(Updated()))
+
+    for each in in_processes(run):
+        assert "TextRollouts(sampler=Updated): it saves the whole model" in each.error.splitlines()[-1]

@@ -269,3 +269,24 @@ def test_the_norms_of_a_sharded_models_gradients_are_those_of_one_process():
         assert len(one) == 8
         for name, values in one.items():
             assert found[name] == pytest.approx(values, rel=1e-12), (kind, name)
+
+
+def test_a_module_with_parameters_of_several_types_is_refused_before_training():
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.scale = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight * self.scale.float()
+
+    def run(rank: int) -> str:
+        model = nn.Sequential(Mixed(), nn.Linear(4, 1))
+        with pytest.raises(ConfigurationError) as refused:
+            make_with(model, DataLoader(pairs(8), 4), None, backend=sharded())
+        return str(refused.value)
+
+    for each in in_processes(run):
+        assert each.error == "", each.error
+        assert "Topology(shard): Mixed has parameters of several types, torch.float32 and torch.bfloat16" in each.value

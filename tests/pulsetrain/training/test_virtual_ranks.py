@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from pulsetrain import Loop, TrainingConfig
-from pulsetrain.engine import Accumulate, Events, TorchBackend
+from pulsetrain.engine import Accumulate, Events, Every, TorchBackend
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import VirtualRanks
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.step.protocols import TrainingBatch
-from pulsetrain.handlers import EMA, EventRecorder
+from pulsetrain.handlers import EMA, SWA, EventRecorder
 from pulsetrain.state.data_cursor import DataCursor
 from tests.support.models import pairs, regression_model
 from tests.support.ranks import in_processes
@@ -207,9 +208,12 @@ def test_parameters_that_only_some_shares_use_are_averaged_and_unused_ones_left_
     assert one[1] == ["always.weight", "always.bias", "sometimes.weight", "sometimes.bias"]
 
 
-def test_averages_and_random_numbers_of_handlers_are_the_same_too():
+@pytest.mark.parametrize(
+    "kind", [lambda: EMA(0.9), lambda: SWA(after_update=2, every=Every(updates=1))], ids=["EMA", "SWA"]
+)
+def test_averages_and_random_numbers_of_handlers_are_the_same_too(kind: Callable[[], Any]):
     def body(rank: int) -> Any:
-        average = EMA(0.9)
+        average = kind()
         made = virtual(None, average)
         drawn: list[float] = []
         made.on(Events.ITERATION_STARTED)(lambda: drawn.append(torch.rand(()).item()))

@@ -1,0 +1,159 @@
+"""Draws the texts of rollouts: by the model, by a copy of it ahead of time, or by a given sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pulsetrain.engine.distributed.ranks import is_sharded
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.rollouts.ahead import Ahead, WeightsCopy
+from pulsetrain.engine.rollouts.base import PolicyTrainer
+from pulsetrain.engine.rollouts.completions import Completion, check_completions
+from pulsetrain.engine.rollouts.drawing import Sampling
+from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of, takes
+from pulsetrain.engine.rollouts.sharing import SharedRollout
+from pulsetrain.engine.step.backend import InPlaceBackend
+from pulsetrain.engine.step.precision import autocast_of
+
+__all__ = ["TextWriter"]
+
+_PLACE = "TextRollouts"
+
+
+class TextWriter:
+    """The part of `TextRollouts` that draws texts of its trainer's policy, and keeps those that were drawn ahead.
+
+    Args:
+        trainer: whose policy writes.
+        sharing: the processes that share a rollout out.
+        draw_rollout: this process's texts of the rollout with this number; it calls `draw`.
+        max_new_tokens: the largest number of tokens of a completion.
+        end_token, pad_token, pad_to, sampler, sampling, staleness, background: see `TextRollouts`.
+
+    Raises:
+        ConfigurationError: the sampler, the model or the backend does not fit the options.
+    """
+
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        sharing: SharedRollout,
+        draw_rollout: Callable[[int], list[Completion]],
+        *,
+        max_new_tokens: int,
+        end_token: int | Sequence[int] | None,
+        pad_token: int,
+        pad_to: int | None,
+        sampler: Sampler | None,
+        sampling: Sampling | None,
+        staleness: int,
+        background: bool,
+    ) -> None:
+        self.age = 0  # how many updates ago the weights were current that drew the latest texts
+        self._trainer, self._sharing, self._draw_rollout = trainer, sharing, draw_rollout
+        self._max_new_tokens, self._sampling = max_new_tokens, sampling
+        self._end_token = tuple(end_token) if isinstance(end_token, (list, tuple)) else end_token
+        self._copied: WeightsCopy | None = None
+        self._ahead: Ahead | None = None
+        model, given = trainer.model, sampler
+        if staleness:
+            self._check_staleness(sampler)
+            self._ahead = Ahead(self.update, self._drawn_ahead, background)
+            if sampler is None:
+                self._copied = WeightsCopy(model)
+                model = self._copied.model
+        needs: dict[str, object] = {} if sampling is None else {"sampling": sampling}
+        if sampler is None:
+            agree = sharing.any if is_sharded(model) else None
+            inputs_of, device = trainer.strategy.model_inputs, trainer.backend.device
+            sampler = sampler_of(model, inputs_of, device, pad_token, pad_to, agree)
+            needs |= {"end_token": end_token} if isinstance(end_token, (list, tuple)) else {}
+            needs |= {"staleness": staleness} if staleness else {}
+        if needs and not takes(sampler, "sampling"):
+            lacks = f"the sample() of {type(model).__name__} does not take draw="
+            lacks = lacks if given is None else "sampler= does not take sampling="
+            raise ConfigurationError(f"{lacks}, which this needs; add it, or leave this out", _PLACE, **needs)
+        if is_sharded(trainer.model) and hasattr(sampler, "update_weights"):
+            rule = "it saves the whole model, and each process holds a part; leave the model whole in each process"
+            raise ConfigurationError(rule, _PLACE, sampler=type(sampler))
+        self._sampler = sampler
+
+    def _check_staleness(self, sampler: Sampler | None) -> None:
+        trainer, rule = self._trainer, ""
+        if self._sharing.rank.count > 1 or is_sharded(trainer.model) or not isinstance(trainer.backend, InPlaceBackend):
+            rule = "needs one process, and a backend that updates the model in place; pass 0"
+        elif sampler is not None and not hasattr(sampler, "update_weights"):
+            rule = "the sampler may read weights while they change; give it a method update_weights, or pass 0"
+        if rule:
+            raise ConfigurationError(rule, _PLACE, staleness=1)
+
+    # -------------------------------------------------------------------------------------------------------- a rollout
+
+    def texts(self, rollout: int) -> list[Completion]:
+        """This process's texts of a rollout: drawn now, or before."""
+        if self._ahead is None:
+            self.update(rollout)
+            return self._draw_rollout(rollout)
+        texts, self.age = self._ahead.texts(rollout, self._trainer.state.update)
+        return texts
+
+    def begin_next(self, rollout: int) -> dict[str, float]:
+        """Begins to draw this rollout, the next one, if it is drawn ahead; returns the metrics of the latest."""
+        if self._ahead is None:
+            return {}
+        self._ahead.begin(rollout, self._trainer.state.update)
+        return {"staleness": float(self.age)}
+
+    def draw(self, prompts: list[list[int]], seeds: Sequence[int]) -> list[Completion]:
+        """One completion of each prompt, by random numbers from its seed.
+
+        Raises:
+            Exception: the exception of the sampler, with a note about the prompts.
+            TypeError, ValueError: it returned something else than texts.
+        """
+        options: dict[str, Any] = {"temperature": self._trainer.strategy.temperature, "end_token": self._end_token}
+        offered: dict[str, Any] = {"sampling": self._sampling, "seeds": list(seeds)}
+        offered |= {} if self._ahead is None else {"log_probs": True}
+        options |= {name: value for name, value in offered.items() if takes(self._sampler, name)}
+        try:
+            with autocast_of(self._trainer.backend)():
+                found = self._sampler([list(each) for each in prompts], self._max_new_tokens, **options)
+        except Exception as error:
+            low, high = min(map(min, prompts), default=0), max(map(max, prompts), default=0)
+            error.add_note(f"in {_PLACE}, while drawing texts for {len(prompts)} prompts of tokens {low} to {high}")
+            raise
+        return check_completions(_PLACE, found, len(prompts), self._max_new_tokens)
+
+    def _drawn_ahead(self, rollout: int) -> list[Completion]:
+        with torch.no_grad():  # a thread has its own mode
+            return self._draw_rollout(rollout)
+
+    def update(self, rollout: int) -> None:
+        """Gives a sampler with weights of its own the policy's; the other processes wait for the main one."""
+        if self._copied is not None:
+            self._copied.update(self._trainer.model)
+        update = getattr(self._sampler, "update_weights", None)
+        if update is None:
+            return
+        if self._sharing.rank.rank == 0:
+            update(self._trainer.model, rollout)
+        self._sharing.any(False)
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def restart(self) -> None:
+        """Returns to the state before the first rollout."""
+        if self._ahead is not None:
+            self._ahead.reset()
+
+    def state_dict(self, rollout: int) -> dict[str, Any]:
+        """The texts of rollouts after this one that were drawn ahead; it waits for them."""
+        return {} if self._ahead is None else {"ahead": self._ahead.state_dict(rollout)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state_dict`."""
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get("ahead", []))
