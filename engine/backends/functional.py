@@ -19,6 +19,7 @@ from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.step.backend import ModelStore, ModuleView, OptimizerRequest, ValueBackend
+from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -77,6 +78,8 @@ class FunctionalBackend(Trees, ValueBackend):
     ) -> tuple[Array, Tree, Tree]:
         """The loss, shape (); its gradients, a pytree like the parameters; and the buffers afterwards.
 
+        `split_loss` of `pulsetrain.engine.step.log_point` separates the loss that a strategy returns from its parts.
+
         Args:
             draw: the numbers of the update and of the batch within it, which key the random draws.
         """
@@ -85,7 +88,7 @@ class FunctionalBackend(Trees, ValueBackend):
     def evaluate(
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, Array]:
-        """The model's outputs and the loss, without gradients, as in evaluation."""
+        """The model's outputs and what `compute_loss` returned, without gradients, as in evaluation."""
         raise NotImplementedError
 
     def owns(self, leaf: object) -> bool:
@@ -308,8 +311,9 @@ class FunctionalBackend(Trees, ValueBackend):
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, dict[str, Array]]:
         """What `eval_step` returns."""
-        outputs, loss = self.evaluate(weights, batch, strategy)
-        return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
+        outputs, found = self.evaluate(weights, batch, strategy)
+        loss, parts = split_loss(found, strategy)
+        return outputs, {"loss": loss, **parts, **strategy.compute_metrics(outputs, batch)}
 
     # ------------------------------------------------------------------------------------------- what they need
 

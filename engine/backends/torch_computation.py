@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
 from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, TrainingStrategy, Tree, describe
 
-__all__ = ["TorchComputation", "evaluating", "explain", "find_device", "given", "moved", "no_gradient", "not_empty"]
+__all__ = ["TorchComputation", "explain", "find_device", "given", "moved", "no_gradient", "not_empty"]
 
 
 def find_device(device: str | torch.device = "auto") -> torch.device:
@@ -201,8 +201,8 @@ class TorchComputation:
         """The model's outputs for the batch."""
         return call(model, batch.inputs)
 
-    def outputs_and_loss(self, model: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Tensor]:
-        """The model's outputs and the loss; an error carries a note of what the batch holds."""
+    def outputs_and_loss(self, model: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Any]:
+        """The model's outputs, and what `compute_loss` returned; an error carries a note of what the batch holds."""
         try:
             if self._plain:
                 outputs = self.forward(model, batch)
@@ -217,11 +217,6 @@ class TorchComputation:
     def to_torch(self, value: Tree) -> Tree:
         """The value itself."""
         return value
-
-
-def evaluating(strategy: object) -> AbstractContextManager[object]:
-    """Around the forward pass and the loss of an evaluation: without gradients, unless the strategy needs some."""
-    return torch.enable_grad() if getattr(strategy, "needs_gradients", False) else torch.no_grad()
 
 
 def not_empty(batch: TrainingBatch) -> TrainingBatch:

@@ -37,8 +37,8 @@ _FIRST_COUNTERS = (  # which every checkpoint of this format has
 )  # fmt: skip
 # settings that may differ between two parts of one run: its length, what it reports, where it writes, and its seed, of
 # which the DataCursor says that the checkpoint's is used
-_LOG_POINTS = "log_every_n_steps"
-MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir", "seed")
+_LOG_POINTS = ("log_every_n_steps", "log_strategy_metrics")
+MAY_CHANGE = (*BOUNDS, *_LOG_POINTS, "run_dir", "seed")
 IN_PIECES = ("model", "optimizer", "stepper", "handlers")  # parts that read what this process needs of a tensor
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
@@ -147,7 +147,7 @@ class MadeWith(PartOf[_Described]):
         owner: the training run.
     """
 
-    _log_points_differ = False  # from those of the checkpoint's run
+    _log_points_differ = False  # from those of the checkpoint's run, or what they report
 
     def attach(self, engine: Engine) -> None:
         engine.bus.subscribe(
@@ -183,10 +183,11 @@ class MadeWith(PartOf[_Described]):
             differences = environment_differences(before, now)
             if differences:
                 get_logger("pulsetrain").warning(message, differences=differences)
-        self._log_points_differ = state["settings"].get(_LOG_POINTS) != current["settings"].get(_LOG_POINTS)
+        theirs, mine = state["settings"], current["settings"]
+        self._log_points_differ = any(theirs.get(each) != mine.get(each) for each in _LOG_POINTS)
 
     def _leave_out_log_points(self, engine: Engine) -> None:
-        """After the recorders have begun their comparison: METRICS_LOGGED is fired at other iterations than before."""
+        """After the recorders have begun their comparison: METRICS_LOGGED differs from that of the run before."""
         if not self._log_points_differ or not is_training_run(engine):
             return
         for handler in engine.handlers:

@@ -30,6 +30,7 @@ from pulsetrain.engine.metrics import RunningMean
 from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
+from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.metric_values.step_values import on_host, scalars
@@ -124,7 +125,8 @@ class Evaluation:
     """Runs the model over validation sets and brings the means to the host once a set.
 
     `engine` may be run directly, too: `engine.run(loader).metrics` holds the loss and the metrics. Its `state.output`
-    is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
+    is a mapping with "y_pred" (the logits, if a model of transformers returns a `ModelOutput`), "y" and "loss", which
+    pytorch-ignite's metrics read as they are.
 
     Args:
         stepper: whose store's module is evaluated, in eval mode; each of its modules is left in the mode it was in. Its
@@ -230,8 +232,10 @@ class Evaluation:
         for name, value in means.items():
             self._running[name].update(value, prepared.size)
         return {
-            "y_pred": backend.to_torch(outputs), "y": backend.to_torch(prepared.targets), "loss": means["loss"]
-        }  # fmt: skip
+            "y_pred": backend.to_torch(predictions_of(outputs)),
+            "y": backend.to_torch(prepared.targets),
+            "loss": means["loss"],
+        }
 
     def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> dict[str, Tensor]:
         """The sum of its losses, and each, with whatever more it has to say."""

@@ -111,6 +111,7 @@ def test_the_script_knows_every_setting_and_its_choices():
         "training.compile": ("true", "false"),
         "training.activation_offload": ("host",),
         "training.optimizer_offload": ("host", "disk"),
+        "training.log_strategy_metrics": ("true", "false"),
         "training.progress": ("true", "false"),
         "strategy": STRATEGIES,
         "strategy.class_path": STRATEGIES,

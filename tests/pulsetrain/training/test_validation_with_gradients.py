@@ -90,7 +90,7 @@ def test_others_are_validated_without_gradients() -> None:
     data = [(torch.ones(2, 1), torch.ones(2, 1))]
     config = TrainingConfig(max_epochs=1, device="cpu")
     Trainer(nn.Linear(1, 1), data, data, strategy=Watching("mse"), config=config).train()
-    assert modes == [False]
+    assert set(modes) == {False}
 
 
 def test_a_pure_evaluation_is_differentiable() -> None:
