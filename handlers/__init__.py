@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from pulsetrain.handlers.checkpointing.best_model import BestModel as BestModel
     from pulsetrain.handlers.checkpointing.checkpointer import Checkpointer as Checkpointer
+    from pulsetrain.handlers.checkpointing.hugging_face_exporter import HuggingFaceExporter as HuggingFaceExporter
     from pulsetrain.handlers.crash.crash_bundle import CrashBundle as CrashBundle
     from pulsetrain.handlers.crash.hang_watchdog import HangWatchdog as HangWatchdog
     from pulsetrain.handlers.guards.early_stopping import EarlyStopping as EarlyStopping
@@ -79,6 +80,7 @@ else:  # which type checkers do not see: to them, an unknown name is an error
             "pulsetrain.handlers.callback": ("Callback", "CallbackList"),
             "pulsetrain.handlers.checkpointing.best_model": ("BestModel",),
             "pulsetrain.handlers.checkpointing.checkpointer": ("Checkpointer",),
+            "pulsetrain.handlers.checkpointing.hugging_face_exporter": ("HuggingFaceExporter",),
             "pulsetrain.handlers.crash.crash_bundle": ("CrashBundle",),
             "pulsetrain.handlers.crash.hang_watchdog": ("HangWatchdog",),
             "pulsetrain.handlers.guards.early_stopping": ("EarlyStopping",),

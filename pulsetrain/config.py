@@ -84,6 +84,7 @@ class TrainingConfig:
         skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
+        log_strategy_metrics: report the metrics of the strategy at log points, from the outputs of that step [True].
         progress: show a progress line, unless a ProgressBar or ConsoleLogger is among the handlers [True].
         run_dir: the run folder, for save_every_n_epochs and optimizer_offload; the command line fills it in [None].
         save_every_n_epochs: adds a Checkpointer that saves into run_dir this often [None].
@@ -119,6 +120,7 @@ class TrainingConfig:
     skip_batches: Sequence[tuple[int, int]] = ()
     validate_every: Every | None = Every(epochs=1)  # noqa: RUF009  # it is frozen
     log_every_n_steps: int = 50
+    log_strategy_metrics: bool = True
     progress: bool = True
     run_dir: str | None = None
     save_every_n_epochs: int | None = None
@@ -134,7 +136,7 @@ class TrainingConfig:
         for name in _NOT_OPTIONS:
             self._require(name, lambda value: isinstance(value, Mapping), "a mapping of keywords")
             self._check_options(name)
-        for name in ("compile", "progress"):
+        for name in ("compile", "log_strategy_metrics", "progress"):
             check_bool("TrainingConfig", name, getattr(self, name))
         counts = ["log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"]
         counts += [] if isinstance(self.accumulate, Accumulate) else ["accumulate"]

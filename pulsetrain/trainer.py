@@ -198,7 +198,9 @@ class Trainer(RunView):
         if self.agreement.is_shared:
             check_ranks(self.model, self.handlers, self.backend.data_rank.count)
         self.callbacks = CallbackList(list(callbacks))
-        self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps, self.agreement)
+        self.reporter = MetricsReporter(
+            self.stepper, config.log_every_n_steps, self.agreement, measures=config.log_strategy_metrics
+        )
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -119,3 +120,23 @@ def test_the_python_about_strategies_runs_as_one_program_and_its_assertions_hold
 )
 def test_the_table_of_strategies_names_only_what_exists(path: str):
     assert (Path(__file__).parent.parent / path).exists()
+
+
+OWN_STRATEGY = (Path(__file__).parent.parent / "docs" / "your_own_strategy.md").read_text()
+PROGRAM = "\n".join(re.findall(r"```python\n(.*?)```", OWN_STRATEGY, flags=re.DOTALL))
+
+
+@pytest.mark.slow
+def test_the_strategies_that_the_guide_writes_learn_what_it_asserts(tmp_path: Path):
+    assert run(PROGRAM, tmp_path) == []
+
+
+def test_each_strategy_of_the_guide_takes_fewer_than_30_lines():
+    sizes = {
+        part.name: part.end_lineno - part.lineno + 1
+        for part in ast.parse(PROGRAM).body
+        if isinstance(part, ast.ClassDef | ast.FunctionDef)
+    }
+    strategies = {"Contrastive", "Diffusion", "EvidenceBound", "Distillation", "DecayEquation", "after_adapting"}
+    assert strategies <= sizes.keys()
+    assert {name: size for name, size in sizes.items() if size >= 30} == {}

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from torch import Tensor
+
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.backends.functional import FunctionalBackend
@@ -74,7 +76,7 @@ class TrainerCore:
         model: object,
         optimizer: str | Optimizer = "adamw",
         *,
-        learning_rate: float = 1e-3,
+        learning_rate: float | Tensor = 1e-3,
         weight_decay: float = 0.0,
         schedule: Schedule | None = None,
         **options: object,
@@ -86,7 +88,7 @@ class TrainerCore:
         Args:
             model: an nn.Module, or what the backend takes for a model.
             optimizer: a name, or an object with init(params) and update(grads, opt_state, params).
-            learning_rate: of an optimizer given by name.
+            learning_rate: of an optimizer given by name; a tensor of shape () where updates are to be differentiated.
             weight_decay: likewise.
             schedule: of `pulsetrain.engine.schedules`; sets the rate of each update.
             options: further keywords of an optimizer given by name.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -12,11 +13,13 @@ from torch.utils import _pytree as pytree
 from pulsetrain.engine.arrays import Array, at_least_float32, is_array, namespace
 from pulsetrain.engine.backends.model_store import ValueStore
 from pulsetrain.engine.backends.module_view import ArraysView
+from pulsetrain.engine.backends.state_check import StateCheck
 from pulsetrain.engine.backends.torch_computation import not_empty
 from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.step.backend import ModelStore, ModuleView, OptimizerRequest, ValueBackend
+from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -32,14 +35,12 @@ from pulsetrain.engine.step.protocols import (
 
 __all__ = ["FunctionalBackend", "no_rate"]
 
-_Shape = tuple[int, ...]
-
 
 class FunctionalBackend(Trees, ValueBackend):
     """A `Backend` over values; a subclass says how to take weights from a model and how to compute gradients.
 
-    It writes `split`, `loss_and_gradients` and `evaluate`; if its arrays are not torch's, `owns` and `from_torch`;
-    if they are not numpy's either, `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
+    It writes `split`, `loss_and_gradients` and `evaluate`. If its arrays are neither torch tensors nor numpy arrays, it
+    also writes `owns`, `from_torch` and `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
 
     >>> import numpy as np
     >>> class Descent:
@@ -63,9 +64,8 @@ class FunctionalBackend(Trees, ValueBackend):
     def __init__(self) -> None:
         self.settings = BackendSettings()
         self._serves = False
-        self._paths: set[str] = set()  # of the model's weights
-        # shapes of the optimizer's state, by paths and shapes of the weights
-        self._expected: dict[tuple[tuple[str, _Shape], ...], dict[str, _Shape]] = {}
+        self._is_numpy = False  # whether the weights are numpy arrays
+        self._states = StateCheck(self)
 
     # ------------------------------------------------------------------------------------ what a subclass writes
 
@@ -78,6 +78,8 @@ class FunctionalBackend(Trees, ValueBackend):
     ) -> tuple[Array, Tree, Tree]:
         """The loss, shape (); its gradients, a pytree like the parameters; and the buffers afterwards.
 
+        `split_loss` of `pulsetrain.engine.step.log_point` separates the loss that a strategy returns from its parts.
+
         Args:
             draw: the numbers of the update and of the batch within it, which key the random draws.
         """
@@ -86,8 +88,16 @@ class FunctionalBackend(Trees, ValueBackend):
     def evaluate(
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, Array]:
-        """The model's outputs and the loss, without gradients, as in evaluation."""
+        """The model's outputs and what `compute_loss` returned, without gradients, as in evaluation."""
         raise NotImplementedError
+
+    def owns(self, leaf: object) -> bool:
+        """Whether the leaf is an array that this backend computes with: of numpy, if those of `split` are."""
+        return isinstance(leaf, (np.ndarray, np.generic)) if self._is_numpy else super().owns(leaf)
+
+    def from_torch(self, tensor: Tensor) -> Array:
+        """One torch tensor as an array of this backend, which shares its memory."""
+        return tensor.numpy() if self._is_numpy else tensor
 
     # --------------------------------------------------------------------------------------- the parts of a step
 
@@ -125,7 +135,8 @@ class FunctionalBackend(Trees, ValueBackend):
         """The store of a model before its first update.
 
         Raises:
-            ConfigurationError: the strategy trains several modules, or the optimizer works in place.
+            ConfigurationError: the strategy trains several modules, the optimizer works in place, or its learning rate
+                is a tensor.
         """
         if isinstance(strategy, AlternatingStrategy):
             raise ConfigurationError(
@@ -134,10 +145,18 @@ class FunctionalBackend(Trees, ValueBackend):
                 backend=type(self),
             )
         chosen, rate, decay = optimizer.chosen, optimizer.learning_rate, optimizer.weight_decay
-        return ValueStore(self, model, self.begin("Trainer", model, chosen, rate, decay, **optimizer.options))
+        state = self.begin("Trainer", model, chosen, rate, decay, **optimizer.options)
+        if isinstance(self.learning_rate(state.optimizer), Tensor):
+            raise ConfigurationError(
+                "its learning rate is a tensor, and nothing differentiates the updates of a run; give it a number, or "
+                "differentiate TrainerCore.train_step",
+                "Trainer",
+                optimizer=type(chosen),
+            )
+        return ValueStore(self, model, state)
 
     def begin(
-        self, place: str, model: object, optimizer: object, rate: float, weight_decay: float, **options: object
+        self, place: str, model: object, optimizer: object, rate: float | Tensor, weight_decay: float, **options: object
     ) -> ModelState:
         """The state before the first update, with an optimizer or the name of one.
 
@@ -159,19 +178,27 @@ class FunctionalBackend(Trees, ValueBackend):
             )
         return self.init(model, optimizer)
 
-    def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
+    def init(self, model: object, optimizer: Optimizer, learning_rate: float | Tensor | None = None) -> ModelState:
         """The model's weights as values, and the optimizer's state for them.
 
         Args:
             learning_rate: of the first update; by default what the optimizer's state holds, perhaps in float32.
+
+        Raises:
+            ConfigurationError: no parameter learns.
+            TypeError: an array is neither a torch tensor nor one of numpy, and the backend cannot convert it.
         """
         self.optimizer = optimizer
         weights = self.split(model)
-        self._paths = set(self.paths(weights))
+        leaves = self.paths(weights)
+        self._is_numpy = _are_numpy(leaves)
         if not self.paths(weights["parameters"]):
             raise ConfigurationError(f"{type(self).__name__}: model={type(model).__name__}: has no parameter to learn")
+        self._states.begin(leaves)
         state = optimizer.init(weights["parameters"])
         rate = self.learning_rate(state) if learning_rate is None else learning_rate
+        if isinstance(rate, Tensor):  # perhaps with a gradient: the optimizer's state alone has it
+            rate = None
         return ModelState(weights, state, {"step": 0, "learning_rate": rate, "schedule": None})
 
     def copied(self, state: ModelState) -> ModelState:
@@ -257,6 +284,8 @@ class FunctionalBackend(Trees, ValueBackend):
                 return next_state(state, state.weights, state.optimizer, rate)
             skip = None
         new, optimizer = self.updated(parameters, state.optimizer, gradients.gradients, gradients.grad_norm, rate)
+        if isinstance(rate, Tensor):  # the metadata keep it: in both places, it would be two rates
+            optimizer = self.with_learning_rate(optimizer, self.learning_rate(state.optimizer))
         if skip is not None:
             skipped = self.to_native(skip)
             new = self.map(lambda old, each: namespace(each).where(skipped, old, each), parameters, new)
@@ -282,8 +311,9 @@ class FunctionalBackend(Trees, ValueBackend):
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, dict[str, Array]]:
         """What `eval_step` returns."""
-        outputs, loss = self.evaluate(weights, batch, strategy)
-        return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
+        outputs, found = self.evaluate(weights, batch, strategy)
+        loss, parts = split_loss(found, strategy)
+        return outputs, {"loss": loss, **parts, **strategy.compute_metrics(outputs, batch)}
 
     # ------------------------------------------------------------------------------------------- what they need
 
@@ -314,10 +344,10 @@ class FunctionalBackend(Trees, ValueBackend):
         """`old` where the condition holds; numbers on the host, such as a count of steps, advance in any case."""
         return namespace(new).where(skip, old, new) if hasattr(new, "shape") else new
 
-    def learning_rate(self, opt_state: Tree) -> float | None:
+    def learning_rate(self, opt_state: Tree) -> float | Tensor | None:
         """The rate that the optimizer's state holds; None where it holds none."""
         rate = opt_state.get("learning_rate") if isinstance(opt_state, Mapping) else None
-        return None if rate is None else float(rate)
+        return rate if rate is None or isinstance(rate, Tensor) else float(rate)
 
     def with_learning_rate(self, opt_state: Tree, rate: Array) -> Tree:
         """The optimizer's state with another rate.
@@ -343,42 +373,7 @@ class FunctionalBackend(Trees, ValueBackend):
             TypeError: an array is of another backend.
             ConfigurationError: the optimizer's state is not of these weights.
         """
-        place = type(self).__name__
-        if not isinstance(state, ModelState) or not isinstance(state.weights, Mapping):
-            raise TypeError(f"{place}: {type(state).__name__} is not a ModelState of values; make one by init()")
-        lacking = [name for name in ("parameters", "buffers") if name not in state.weights]
-        if lacking:
-            raise TypeError(f"{place}: the state's weights lack {' and '.join(lacking)}; see init()")
-        if not hasattr(self, "optimizer"):
-            raise ConfigurationError(f"{place}: has neither model nor optimizer yet; call init() first")
-        weights, optimizer = self.paths(state.weights), self.paths(state.optimizer)
-        for path, leaf in weights.items():
-            if not self.owns(leaf):
-                raise TypeError(
-                    f"{place}: weights[{path!r}] is {_kind(leaf)}, of another backend or device; make "
-                    "the state by this backend's init()"
-                )
-        if weights.keys() != self._paths:
-            path = min(weights.keys() ^ self._paths)
-            where = "not in the state" if path in self._paths else "not in the model"
-            raise ConfigurationError(f"{place}: weights[{path!r}] is {where}; make the state by init() of this model")
-        for path, leaf in optimizer.items():
-            if is_array(leaf) and leaf.ndim and not self.owns(leaf):
-                raise TypeError(
-                    f"{place}: the optimizer's {path!r} is {_kind(leaf)}, of another backend or device; "
-                    "make it by optimizer.init(parameters)"
-                )
-        key = tuple(_shapes(weights).items())
-        if key not in self._expected:
-            self._expected[key] = _shapes(self.paths(self.optimizer.init(state.weights["parameters"])))
-        expected, found = self._expected[key], _shapes(optimizer)
-        if found != expected:
-            path = next(path for path in (*expected, *found) if expected.get(path) != found.get(path))
-            here, there = (f"of shape {each[path]}" if path in each else "missing" for each in (found, expected))
-            raise ConfigurationError(
-                f"{place}: the optimizer's state does not fit the weights: {path} is {here}, and for "
-                f"these weights it is {there}; make a new one by optimizer.init(parameters)"
-            )
+        self._states.check(state)
 
     def module_view(self, model: object, weights: Tree) -> ModuleView:
         """A torch module that shows the weights."""
@@ -409,10 +404,5 @@ def no_rate(place: str, remedy: str) -> ConfigurationError:
     )
 
 
-def _shapes(leaves: Mapping[str, Array]) -> dict[str, _Shape]:
-    return {path: tuple(getattr(leaf, "shape", ())) for path, leaf in leaves.items()}
-
-
-def _kind(leaf: object) -> str:
-    module = type(leaf).__module__.split(".")[0]
-    return f"{module}.{type(leaf).__name__}" + (f" on {leaf.device}" if isinstance(leaf, Tensor) else "")
+def _are_numpy(leaves: Mapping[str, Array]) -> bool:
+    return bool(leaves) and all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves.values())

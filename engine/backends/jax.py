@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of
 from pulsetrain.engine.environment import version_of
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.first_batch import FirstBatch
+from pulsetrain.engine.step.log_point import LogPoint, measured, split_loss
 from pulsetrain.engine.step.protocols import (
     BackendSettings,
     GradientInfo,
@@ -125,13 +128,13 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         # copies: the first step may reuse the memory of what it is given
         return self.placement.put_weights(self.map(self.copy_of, weights), self.model.annotated)  # type: ignore[no-any-return]
 
-    def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
+    def init(self, model: object, optimizer: Optimizer, learning_rate: float | Tensor | None = None) -> ModelState:
         state = super().init(model, optimizer, learning_rate)
         # on the device, as the next state will be: else the second step would be compiled again
         return replace(state, optimizer=self.placement.put_optimizer(state.optimizer))
 
     def create_optimizer(
-        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
+        self, model: object, name: str, learning_rate: float | Tensor, weight_decay: float, **options: object
     ) -> Optimizer:
         """sgd, adam, adamw or rmsprop of optax, with torch's numbers.
 
@@ -209,12 +212,17 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         """Loss, gradients and buffers, traced."""
         jax = self._jax
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.settings.seed % 2**32), draw[0]), draw[1])
+        point = strategy if isinstance(strategy, _TracedPoint) else None
+        plain = strategy if point is None else point.strategy
 
         def compute(parameters: Tree) -> tuple[Tree, Tree]:
             outputs, buffers = self.model.apply(parameters, weights["buffers"], batch.inputs, True, key)
-            return strategy.compute_loss(outputs, batch), buffers
+            loss, parts = split_loss(plain.compute_loss(outputs, batch), plain)
+            return loss, (buffers, None if point is None else (outputs, parts))
 
-        (loss, buffers), gradients = jax.value_and_grad(compute, has_aux=True)(weights["parameters"])
+        (loss, (buffers, seen)), gradients = jax.value_and_grad(compute, has_aux=True)(weights["parameters"])
+        if point is not None:
+            point.measure(jax, batch, *seen)
         gradients = self.placement.like_parameters(gradients)
         # what follows is computed as a separate program would: a receiver of GRADIENTS_READY changes no bit
         return jax.lax.optimization_barrier((loss, gradients, buffers))  # type: ignore[no-any-return]
@@ -322,20 +330,51 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             donate: the memory of the weights and of the next argument may be reused.
             first: whether the batch is the first that is trained.
         """
-        strategy = self._checked(weights, batch, strategy)
+        point = strategy if isinstance(strategy, LogPoint) else None
+        plain = self._checked(weights, batch, strategy if point is None else point.strategy)
+        trains = kind != "evaluate"
+        # an argument, so that the steps before log points are the same program as the others, with the same bits
+        due = np.bool_(point is not None) if trains and self.settings.log_strategy_metrics else None
 
-        def traced(counts: tuple[int, int], arrays: tuple[Tree, Tree, Tree], weights: Tree, *others: Tree) -> Tree:
-            inputs, targets, weight = arrays
-            return function(weights, TrainingBatch(inputs, targets, *counts, weight), strategy, *others)
+        def compute(counts: tuple[int, int], arrays: tuple[Tree, ...], weights: Tree, *others: Tree) -> Tree:
+            inputs, targets, weight, due = arrays
+            traced = plain if due is None else _TracedPoint(plain, due)
+            found = function(weights, TrainingBatch(inputs, targets, *counts, weight), traced, *others)
+            return (*found, traced.metrics if isinstance(traced, _TracedPoint) else {}) if trains else found
 
-        program = self._program(kind, strategy, traced, static_argnums=0, donate_argnums=(2, 3) if donate else ())
+        program = self._program(kind, plain, compute, static_argnums=0, donate_argnums=(2, 3) if donate else ())
         inputs, targets = self.placement.put_batch((batch.inputs, batch.targets), first)
-        arrays = inputs, targets, self.to_arguments(batch.weight)
+        arrays = inputs, targets, self.to_arguments(batch.weight), due
         try:
-            return program((batch.samples, batch.tokens), arrays, weights, *others)
+            found = program((batch.samples, batch.tokens), arrays, weights, *others)
         except Exception as error:
             error.add_note(given(batch))
             raise
+        if not trains:
+            return found
+        *found, metrics = found
+        if point is not None:
+            point.keep(metrics, batch)
+        return tuple(found)
+
+
+class _TracedPoint(LogPoint):
+    """A log point while a step is traced: its metrics are computed in the steps where `due`, of shape (), is true."""
+
+    def __init__(self, strategy: TrainingStrategy, due: Array) -> None:
+        super().__init__(strategy)
+        self.due = due
+
+    def measure(self, jax: ModuleType, batch: TrainingBatch, outputs: Tree, parts: Mapping[str, Array]) -> None:
+        """Compute the metrics of the outputs if they are due; else they are 0."""
+
+        def compute(outputs: Tree, parts: Mapping[str, Array]) -> Tree:
+            return jax.tree.map(jax.numpy.asarray, measured(self.strategy, outputs, batch, parts))
+
+        shapes = jax.eval_shape(compute, outputs, parts)
+        zeros = partial(jax.tree.map, lambda each: jax.numpy.zeros(each.shape, each.dtype), shapes)
+        if shapes:
+            self.keep(jax.lax.cond(self.due, compute, lambda *_: zeros(), outputs, parts), batch)
 
 
 def _without_values(shape: Array) -> Tensor:

@@ -165,8 +165,8 @@ class DeviceMesh(OneDevice):
     def pinned(self, kind: str) -> dict[str, Tree]:
         one, parameters, optimizer = self.default, self._parameters, self._optimizer
         results = {
-            "train": ({"parameters": parameters, "buffers": one}, optimizer, one, one),
-            "gradients": (one, parameters, one),
+            "train": ({"parameters": parameters, "buffers": one}, optimizer, one, one, one),
+            "gradients": (one, parameters, one, one),
             "finish": (parameters, one),
             "apply": (parameters, optimizer),
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
+from torch import Tensor
+
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional import SGD, Adam, AdamW, DecayMask, RMSprop, create_functional
@@ -32,7 +34,12 @@ def jax_and_optax(place: str = "JaxBackend") -> tuple[ModuleType, ModuleType]:
 
 
 def create_optax(
-    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: object
+    name: str,
+    learning_rate: float | Tensor,
+    weight_decay: float = 0.0,
+    *,
+    decay_mask: DecayMask = None,
+    **options: object,
 ) -> Optimizer:
     """The optax.GradientTransformation of that name, with the numbers of torch.optim.
 
@@ -49,6 +56,10 @@ def create_optax(
         ConfigurationError: as `create_functional`; a dampening, which optax lacks; or jax or optax is not installed.
     """
     jax, optax = jax_and_optax("create_optax()")
+    if isinstance(learning_rate, Tensor):
+        raise ConfigurationError(
+            "needs a number for an optimizer of optax", "create_optax", learning_rate=learning_rate
+        )
     wanted = create_functional(name, learning_rate, weight_decay, decay_mask=decay_mask, **options)
     if isinstance(wanted, SGD) and wanted.dampening:
         raise ConfigurationError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pulsetrain.engine.backends.micro_batches import MicroBatches, cut, filled, rows_of, tensors_in
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.protocols import TrainingStrategy, Tree
 
@@ -69,8 +70,8 @@ class PipelineStep:
         batch = self._batches[at]
         if not (isinstance(batch.size, Tensor) and batch.size.device.type != "cpu") and not batch.size:
             return _nothing(outputs)  # its mean would be nan; on a device, asking would wait
-        loss: Tensor = self._strategy.compute_loss(outputs, batch)
-        loss = loss * _ratio(batch.size, self._whole, loss)
+        found, _ = split_loss(self._strategy.compute_loss(outputs, batch), self._strategy)
+        loss: Tensor = found * _ratio(batch.size, self._whole, found)
         self.losses.append(loss.detach())
         return loss * self._scale
 

@@ -35,7 +35,9 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.memory.optimizer_state import ELEMENTWISE, offload_optimizer
 from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
+from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
+from pulsetrain.engine.step.model_call import evaluating
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -188,7 +190,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             refused["compile"] = True
         declared = "takes_shards" if self.topology.pipeline == 1 else "takes_pipelines"
         binds = isinstance(strategy, BindsModel) and not getattr(strategy, declared, False)
-        if binds or isinstance(strategy, AlternatingStrategy):
+        differentiates = self.topology.pipeline > 1 and getattr(strategy, "needs_gradients", False)
+        if binds or differentiates or isinstance(strategy, AlternatingStrategy):
             refused["strategy"] = type(strategy)  # it may call parts of the model
         if optimizer is not None and type(optimizer) not in ELEMENTWISE:
             refused["optimizer"] = type(optimizer)
@@ -255,6 +258,8 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         if self._unchecked is not None:
             return self._checked_gradients(self._unchecked, state, batch, strategy, scale)
         _, loss = self.outputs_and_loss(state.weights, batch, strategy)
+        if type(loss) is not Tensor:
+            loss, _ = split_loss(loss, strategy)
         return GradientInfo(self.backward(loss, scale))
 
     def _checked_gradients(
@@ -357,7 +362,12 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         except Exception as error:
             explain(error, batch)
             raise
-        if not loss.requires_grad:
+        try:
+            learns = loss.requires_grad
+        except AttributeError:  # a pair with the loss's parts: checking each loss for one would cost
+            loss, _ = split_loss(loss, strategy)
+            learns = loss.requires_grad
+        if not learns:
             raise no_gradient()
         loss.backward()
         optimizer.step()
@@ -380,10 +390,11 @@ class TorchBackend(TorchComputation, InPlaceBackend):
     def eval_step(
         self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The model's outputs, and the loss and the strategy's metrics by name, without gradients."""
-        with torch.no_grad():
-            outputs, loss = self.outputs_and_loss(state.weights, batch, strategy)
-            return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
+        """The model's outputs, and the loss and the strategy's metrics by name."""
+        with evaluating(strategy):
+            outputs, found = self.outputs_and_loss(state.weights, batch, strategy)
+            loss, parts = split_loss(found, strategy)
+            return outputs, {"loss": loss, **parts, **strategy.compute_metrics(outputs, batch)}
 
     def state_dict(self) -> dict[str, object]:
         """The gradient scale and the count of skipped updates, for fp16."""

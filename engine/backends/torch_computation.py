@@ -201,8 +201,8 @@ class TorchComputation:
         """The model's outputs for the batch."""
         return call(model, batch.inputs)
 
-    def outputs_and_loss(self, model: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Tensor]:
-        """The model's outputs and the loss; an error carries a note of what the batch holds."""
+    def outputs_and_loss(self, model: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Any]:
+        """The model's outputs, and what `compute_loss` returned; an error carries a note of what the batch holds."""
         try:
             if self._plain:
                 outputs = self.forward(model, batch)

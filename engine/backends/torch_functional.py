@@ -16,7 +16,8 @@ from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional import create_functional
 from pulsetrain.engine.optimizers.groups import decay_rule, trainable_of
-from pulsetrain.engine.step.model_call import call, eval_mode
+from pulsetrain.engine.step.log_point import LogPoint, split_loss
+from pulsetrain.engine.step.model_call import call, eval_mode, evaluating
 from pulsetrain.engine.step.protocols import BackendSettings, Optimizer, TrainingBatch, TrainingStrategy, Tree
 
 __all__ = ["FunctionalTorchBackend"]
@@ -61,22 +62,28 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy, draw: tuple[int, int]
     ) -> tuple[Tensor, Tree, Tree]:
         """By torch.func.grad_and_value."""
+        point = strategy if isinstance(strategy, LogPoint) else None
 
-        def compute(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, tuple[Tree, Tree]]:
             changed = {name: each.clone() for name, each in buffers.items()}  # a forward pass writes into them
-            _, loss = self.outputs_and_loss({**parameters, **changed}, batch, strategy)
+            _, found = self.outputs_and_loss({**parameters, **changed}, batch, strategy)
+            loss, _ = split_loss(found, strategy)
             if not loss.requires_grad:  # torch.func would return gradients of 0
                 raise no_gradient()
-            return loss, changed
+            metrics = {} if point is None else {name: torch.as_tensor(each) for name, each in point.metrics.items()}
+            return loss, (changed, metrics)
 
-        gradients, (loss, buffers) = grad_and_value(compute, has_aux=True)(weights["parameters"], weights["buffers"])
+        differentiate = grad_and_value(compute, has_aux=True)
+        gradients, (loss, (buffers, metrics)) = differentiate(weights["parameters"], weights["buffers"])
+        if point is not None:
+            point.keep(metrics, batch)  # those that it holds are of the transformation
         return loss, gradients, buffers
 
     def evaluate(
         self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
-    ) -> tuple[Tree, Tensor]:
+    ) -> tuple[Tree, Any]:
         """The module in eval mode."""
-        with torch.no_grad(), eval_mode(self.module):
+        with evaluating(strategy), eval_mode(self.module):
             return self.outputs_and_loss({**weights["parameters"], **weights["buffers"]}, batch, strategy)
 
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
@@ -84,7 +91,7 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
         return call(lambda *args, **kwargs: functional_call(self.module, model, args, kwargs), batch.inputs)
 
     def create_optimizer(
-        self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any
+        self, model: Any, name: str, learning_rate: float | Tensor, weight_decay: float, **options: Any
     ) -> Optimizer:
         """sgd, adam, adamw or rmsprop, as pure functions."""
         spares = decay_rule(model, options.pop("no_decay", None))

@@ -75,6 +75,35 @@ class Disk:
             raise
         sync(file.parent)
 
+    def replace_folder(self, folder: Path, write: Callable[[Path], object]) -> None:
+        """Replace a folder by the one that `write` fills under a temporary name.
+
+        If the process ends between the two renames, the name is missing until `recover_folder` returns the old one.
+        """
+        self.abandon(folder)
+        partial, replaced = _partial(folder), _replaced(folder)
+        os.mkdir(partial)
+        try:
+            write(partial)
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if folder.exists():
+                os.rename(folder, replaced)
+            os.rename(partial, folder)
+        except BaseException:
+            self.abandon(folder)
+            self.recover_folder(folder)
+            raise
+        sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def recover_folder(self, folder: Path) -> None:
+        """Return the old folder if its replacement was interrupted."""
+        if _replaced(folder).is_dir() and not folder.exists():
+            os.rename(_replaced(folder), folder)
+            sync(folder.parent)
+
     def delete(self, folders: Sequence[Path]) -> None:
         doomed = [_partial(folder.with_name(f"{folder.name}.deleted")) for folder in folders]
         for folder, renamed in zip(folders, doomed, strict=True):
@@ -137,6 +166,10 @@ def sync(path: Path) -> None:
             )
     finally:
         os.close(descriptor)
+
+
+def _replaced(folder: Path) -> Path:
+    return _partial(folder.with_name(f"{folder.name}.replaced"))
 
 
 def _partial(path: Path) -> Path:

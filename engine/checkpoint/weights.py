@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from pulsetrain.engine.checkpoint.choice import load_checkpoint
 from pulsetrain.engine.checkpoint.disk import Disk, sync
+from pulsetrain.engine.checkpoint.frozen import LeftOut, check_left_out, left_out_of
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl, location_of
 from pulsetrain.engine.checkpoint.pieces import StoredTensor
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
@@ -107,6 +108,9 @@ def load_weights(
 ) -> Mismatch:
     """Load only the weights of a checkpoint into a model, converted to the model's dtype and device.
 
+    Of a model with adapters, the checkpoint may hold the adapters alone, and the digest of the rest: the model has to
+    have those weights already.
+
     >>> import tempfile
     >>> from pulsetrain.engine.checkpoint import CheckpointManager
     >>> trained, model = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.ReLU())
@@ -128,8 +132,8 @@ def load_weights(
         What did not fit; with `strict`, nothing.
 
     Raises:
-        CheckpointError: as `load_checkpoint`; or the weights do not fit, or no entry has the prefix. The model is
-            unchanged.
+        CheckpointError: as `load_checkpoint`; or the weights do not fit, or no entry has the prefix, or what the
+            checkpoint has left out differs in the model. The model is unchanged.
     """
     checkpoint = load_checkpoint(path)
     weights = checkpoint if key is None else checkpoint.get(key)
@@ -139,7 +143,9 @@ def load_weights(
             "load_weights",
             key=key,
         )
-    return _load(model, weights, f"load_weights({str(path)!r})", prefix, new_prefix, strict)
+    whole = key == "model" and not prefix and not new_prefix
+    left_out = left_out_of(checkpoint) if whole else None
+    return _load(model, weights, f"load_weights({str(path)!r})", prefix, new_prefix, strict, left_out)
 
 
 def save_safetensors(
@@ -221,7 +227,13 @@ def load_safetensors(
 
 
 def _load(
-    model: nn.Module, weights: Mapping[str, object], caller: str, prefix: str, new_prefix: str, strict: bool
+    model: nn.Module,
+    weights: Mapping[str, object],
+    caller: str,
+    prefix: str,
+    new_prefix: str,
+    strict: bool,
+    left_out: LeftOut | None = None,
 ) -> Mismatch:
     _check_whole(model, caller, "load the weights before the Trainer splits it up")
     chosen = {new_prefix + name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
@@ -229,6 +241,10 @@ def _load(
         raise CheckpointError(f"{caller}: no entry begins with {prefix=}; there are {', '.join(weights) or 'none'}")
     mine = {name: value for name, value in model.state_dict().items() if name.startswith(new_prefix)}
     mismatch = compare_weights(mine, chosen)
+    if left_out is not None:
+        check_left_out(f"{caller}: ", left_out, model)
+        missing = {name: shape for name, shape in mismatch.missing.items() if name not in left_out["names"]}
+        mismatch = replace(mismatch, missing=missing)
     if mismatch and strict:
         raise CheckpointError(f"{caller}: does not fit the model: {mismatch}; strict=False loads what fits")
     fitting = {name: value for name, value in chosen.items() if name in mine and name not in mismatch.misshapen}

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import Literal, Protocol, cast, get_args, get_origin, get_type_hints, runtime_checkable
+
+from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_choice, is_number, is_whole
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
@@ -221,28 +223,38 @@ class Sequential(Formula):
 class Scaled(Formula):
     """`factor * schedule.get_lr(step)`, as long as that schedule.
 
+    A factor that is a tensor of shape () gets a gradient through the updates of `TrainerCore`: a learnt rate.
+
     >>> from pulsetrain.engine.schedules import Constant
     >>> Scaled(Constant(0.5), factor=4.0).get_lr(0)
     2.0
 
     Raises:
-        ConfigurationError: the argument is not a schedule, or the factor is not a finite number of at least 0.
+        ConfigurationError: the argument is not a schedule, or the factor is neither a finite number of at least 0 nor a
+            floating-point tensor of shape ().
     """
 
     schedule: Schedule
-    factor: float
+    factor: float | Tensor
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
             raise refused(self, "needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "schedule")
+        if isinstance(self.factor, Tensor):
+            if self.factor.ndim or not self.factor.is_floating_point():
+                raise refused(self, "needs a number, or a floating-point tensor of shape ()", "factor")
+        elif not is_number(self.factor) or self.factor < 0:
+            raise refused(self, "needs a finite number that is not negative", "factor")
+        else:
+            object.__setattr__(self, "factor", float(self.factor))
 
     @property
     def length(self) -> int | None:
         return getattr(self.schedule, "length", None)
 
     def get_lr(self, step: int) -> float:
-        return self.factor * self.schedule.get_lr(step)
+        return cast(float, self.factor) * self.schedule.get_lr(step)  # a tensor where the factor is one
 
     def state_dict(self) -> dict[str, object]:
         return {"type": "Scaled", "schedule": self.schedule.state_dict(), "factor": self.factor}

@@ -175,11 +175,11 @@ class ValueBackend(Backend, Protocol):
     optimizer: Optimizer
     """The optimizer of the last `init`."""
 
-    def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
+    def init(self, model: object, optimizer: Optimizer, learning_rate: float | Tensor | None = None) -> ModelState:
         """The model's weights, copied, and the optimizer's state for them."""
 
     def create_optimizer(
-        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
+        self, model: object, name: str, learning_rate: float | Tensor, weight_decay: float, **options: object
     ) -> Optimizer:
         """The optimizer of that name for this backend's arrays."""
         raise ConfigurationError(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.step.protocols import Tree
 
-__all__ = ["call", "eval_mode"]
+__all__ = ["call", "eval_mode", "evaluating"]
 
 T = TypeVar("T")
 
@@ -26,6 +27,11 @@ def call(model: Callable[..., T], inputs: Tree) -> T:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def evaluating(strategy: object) -> AbstractContextManager[object]:
+    """Around what is computed to be reported: without gradients, unless the strategy declares `needs_gradients`."""
+    return torch.enable_grad() if getattr(strategy, "needs_gradients", False) else torch.no_grad()
 
 
 @contextmanager

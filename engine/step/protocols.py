@@ -75,6 +75,10 @@ class ModelState:
     `optimizer` is what `Optimizer.init` made of the parameters. In place (TorchBackend by default) they are the module
     and the torch optimizer themselves.
 
+    States that are values are pytrees of torch, whose leaves are their tensors. Numbers that the members of an ensemble
+    share, such as "step", are not leaves: `tree_map(lambda *each: torch.stack(each), *states)` stacks states for
+    `torch.vmap`.
+
     >>> from pulsetrain.engine import SupervisedStrategy, TorchBackend, TrainerCore
     >>> core = TrainerCore(TorchBackend("cpu", functional=True), SupervisedStrategy("mse"))
     >>> state = core.init(nn.Linear(2, 1), "sgd", learning_rate=0.1)
@@ -84,7 +88,8 @@ class ModelState:
 
     weights: Tree
     optimizer: Tree
-    # "step": updates made; "learning_rate": of the next update, unless there is a "schedule" with `get_lr(step)`
+    # "step": updates made; "learning_rate": of the next update, unless there is a "schedule" with `get_lr(step)`; None
+    # for the one in the optimizer's state
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -111,6 +116,7 @@ class BackendSettings:
     optimizer_offload: OptimizerOffload | None = None
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+    log_strategy_metrics: bool = False
     seed: int = 0
 
 
@@ -165,6 +171,9 @@ class TrainingStrategy(Protocol):
     - `check_batch(outputs, batch)`: the same for backends that compile the loss. The batch has torch tensors, the
       outputs only shape and dtype.
     - `bind(model, backend)`: see `BindsModel`.
+    - `needs_gradients`: true where `compute_loss` or `compute_metrics` differentiates, as with respect to the inputs:
+      PyTorch then records the operations of an evaluation, too, which is otherwise computed without gradients. At log
+      points, `compute_metrics` comes before the backward pass of the loss, and has to keep the graph for it.
     - `state_dict()` and `load_state_dict(state)`: saved in checkpoints.
     """
 
@@ -172,10 +181,18 @@ class TrainingStrategy(Protocol):
         """The loader's batch, in torch tensors (on the device if torch computes), as inputs and targets."""
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
-        """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`."""
+        """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`.
+
+        It may also return a pair of the loss and a mapping with its parts by name, such as a "kl", each of shape ().
+        Training and validation report them as "train/kl" and "val/kl"; the loss alone is differentiated.
+        """
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
-        """Further means over `batch.size` that validation reports, each of shape ()."""
+        """Further means over `batch.size`, each of shape ().
+
+        Validation reports them over its set, training those of the batches at its log points, from the outputs that the
+        loss is computed from.
+        """
 
 
 @runtime_checkable

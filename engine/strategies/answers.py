@@ -83,7 +83,7 @@ class AnswerStrategy(WithReference):
         """Stacks the rows of all sides for one forward pass; the targets include the reference's values.
 
         Raises:
-            TypeError: a field is missing, or is not a tensor of token ids.
+            TypeError: a field is missing, is not a tensor of token ids, or is one that the model does not accept.
             ValueError: shapes do not fit, an answer has no labels, rows exceed the model's context, the reference has a
                 different vocabulary, or stored log-probabilities are not finite.
         """
@@ -100,7 +100,7 @@ class AnswerStrategy(WithReference):
         length = max(tokens.shape[1] for tokens, _ in read.values())
         tokens = torch.cat([padded_to(length, tokens, 0) for tokens, _ in read.values()])
         labels = torch.cat([padded_to(length - 1, labels, IGNORED) for _, labels in read.values()])
-        inputs = self._inputs(tokens[:, :-1])
+        inputs = self._inputs(tokens[:, :-1], None, self._shared_by_sides(batch, self._sides, rows))
         targets = {"labels": labels, **self._further_targets(batch, rows)}
         if self._refers:
             targets["reference"] = self._reference_log_probs(batch, inputs, labels, rows, check)
@@ -184,7 +184,7 @@ class AnswerStrategy(WithReference):
         """The mean loss of the rows, shape ()."""
         if check:
             self.check_batch(outputs, batch)
-        return self._loss(self._scores(outputs, batch), batch.targets)
+        return self._with_aux_loss(self._loss(self._scores(outputs, batch), batch.targets), outputs)
 
     def _loss(self, scores: Scores, targets: Mapping[str, Array]) -> Array:
         raise NotImplementedError

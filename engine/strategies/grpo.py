@@ -200,10 +200,10 @@ class GRPOStrategy(PolicyStrategy):
         if "log_probs" not in batch.targets:
             self._measured = self._measure(outputs, log_probs, batch.targets, entropies)
         loss = self._loss(log_probs, batch.targets)
-        if entropies is None:
-            return loss
-        counted = _counted(batch.targets)
-        return loss - self.entropy_coef * mean_over_replies(entropies, counted, self.normalization, self.max_length)
+        if entropies is not None:
+            counted = _counted(batch.targets)
+            loss = loss - self.entropy_coef * mean_over_replies(entropies, counted, self.normalization, self.max_length)
+        return self._with_aux_loss(loss, outputs)
 
     @torch.no_grad()
     def _measure(

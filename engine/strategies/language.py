@@ -7,12 +7,13 @@ with each document. All positions but the last predict, and all but the first ar
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.argument_checks import check_number
 from pulsetrain.engine.arrays import Array, has_values, masked_mean, on_host, require_tensor
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.errors import ConfigurationError
@@ -20,18 +21,41 @@ from pulsetrain.engine.losses import check_first_batch, cross_entropy, get_loss
 from pulsetrain.engine.losses.checks import check_labels
 from pulsetrain.engine.metrics import perplexity
 from pulsetrain.engine.step.model_call import call, eval_mode
+from pulsetrain.engine.step.model_outputs import aux_loss_of, logits_of, values_of
 from pulsetrain.engine.step.protocols import Number, TrainingBatch, describe
+from pulsetrain.engine.strategies.model_signature import accepted_by, own_coefficient, takes
 
 __all__ = ["LanguageStrategy", "NextTokenStrategy", "logits_of", "values_of"]
 
+_READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})  # the fields that strategies know
+_SIDES = ("", "chosen_", "rejected_", "kl_")  # before these names in batches of answers, of whatever strategy
+_OF_ROWS = {"margin", "desirable"}  # further ones of such batches, which may serve several strategies
+
 
 class LanguageStrategy:
-    """Base class of the strategies that predict tokens; it checks batches against the model's limits."""
+    """Base class of the strategies that predict tokens; it checks batches against the model's limits.
 
-    def __init__(self) -> None:
+    A model of transformers with a mixture of experts has an auxiliary loss of its own, for its routers, if its
+    configuration says so (`output_router_logits=True`): it is added with the model's coefficient, and reported as
+    "aux_loss".
+
+    Args:
+        aux_loss_coef: weight of the auxiliary loss that the model returns as `aux_loss`; 0 leaves it out. None: as the
+            model's configuration says.
+
+    Raises:
+        ConfigurationError: the weight is not a number of at least 0.
+    """
+
+    def __init__(self, aux_loss_coef: float | None = None) -> None:
+        if aux_loss_coef is not None:
+            check_number(self._place, "aux_loss_coef", aux_loss_coef)
+        self.aux_loss_coef = aux_loss_coef
+        self._aux_weight = aux_loss_coef or 0.0  # the one in use, once the model is known
         self.context: int | None = None  # the model's number of positions; None if unknown
         self._options: dict[str, bool] = {}  # keywords that the model's forward always gets
         self._takes_positions = True  # whether its forward accepts position_ids
+        self._accepts: frozenset[str] | None = None  # the names that its forward accepts; None if any, or unknown
         self._unproved: nn.Module | None = None  # the model, until it has been seen to keep documents apart
         self._vocabulary: int | None = None  # the size of the model's vocabulary; None if unknown
 
@@ -44,15 +68,25 @@ class LanguageStrategy:
         context = getattr(config, "max_position_embeddings", getattr(model, "context", None))
         self.context = context if isinstance(context, int) and context > 0 else None
         self._options = {"use_cache": False} if hasattr(config, "use_cache") else {}
-        self._takes_positions = _takes(model, "input_ids") and _takes(model, "position_ids")
+        self._takes_positions = takes(model, "input_ids") and takes(model, "position_ids")
+        self._accepts = accepted_by(model)
         self._unproved = model
         vocabulary = getattr(config, "vocab_size", None)
         self._vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
+        self._aux_weight = self.aux_loss_coef or 0.0
+        has_routers = getattr(config, "output_router_logits", None)
+        if self.aux_loss_coef is not None and has_routers is not None:
+            self._options["output_router_logits"] = self.aux_loss_coef > 0
+        elif self.aux_loss_coef is None and has_routers:
+            self._aux_weight = own_coefficient(model)
 
-    def _inputs(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor | dict[str, Tensor | bool]:
-        """The model's inputs."""
+    def _inputs(
+        self, tokens: Tensor, positions: Tensor | None = None, fields: Mapping[str, Tensor] | None = None
+    ) -> Tensor | dict[str, Tensor | bool]:
+        """The model's inputs; `fields` are further ones, by name."""
+        fields = fields or {}
         if positions is None:
-            return tokens if not self._options else {"input_ids": tokens, **self._options}
+            return tokens if not (self._options or fields) else {"input_ids": tokens, **self._options, **fields}
         if not self._takes_positions:
             raise ConfigurationError(
                 f"{self._place}: several documents share a row, and the model's forward does not take both "
@@ -61,7 +95,7 @@ class LanguageStrategy:
             )
         if self._unproved is not None:
             self._check_apart(tokens.device)
-        return {"input_ids": tokens, "position_ids": positions, **self._options}
+        return {"input_ids": tokens, "position_ids": positions, **self._options, **fields}
 
     @torch.no_grad()
     def _check_apart(self, device: torch.device) -> None:
@@ -214,6 +248,98 @@ class LanguageStrategy:
                 )
         return predicted
 
+    def _further(self, batch: Mapping[str, Any], tokens: Tensor, positions: Tensor | None) -> dict[str, Tensor]:
+        """The tensors that only the model reads, by name; those in the shape of the tokens without the last position.
+
+        The model gets the attention_mask, too, if it has an auxiliary loss, which would count padding otherwise.
+
+        Raises:
+            TypeError: the model's forward does not accept a field, or it is an array of another library.
+        """
+        takes_mask = bool(self._aux_weight) and positions is None
+        found = self._unread(batch, lambda name: name in _READ and not (takes_mask and name == "attention_mask"))
+        return {name: each[:, :-1] if each.shape == tokens.shape else each for name, each in found.items()}
+
+    def _unread(self, batch: Mapping[str, Any], reads: Callable[[str], bool]) -> dict[str, Tensor]:
+        """The tensors that the strategy does not read and the model's forward accepts, by name.
+
+        Values that are not arrays, such as texts, are left out.
+
+        Args:
+            batch: the loader's.
+            reads: whether the strategy reads the field of this name.
+
+        Raises:
+            TypeError: forward does not accept a field, or it is an array of another library.
+        """
+        found: dict[str, Tensor] = {}
+        for name, value in batch.items():
+            if reads(name):
+                continue
+            if not isinstance(value, Tensor):
+                require_tensor(self._place, name, value)
+                continue
+            if self._accepts is not None and name not in self._accepts:
+                raise TypeError(
+                    f"{self._place}: the batch has {name!r}, {describe(value)}, which neither the strategy reads nor "
+                    "the model's forward accepts beside input_ids; let the loader drop the column, or give forward a "
+                    "parameter of that name"
+                )
+            found[name] = value
+        return found
+
+    def _shared_by_sides(self, batch: Mapping[str, Any], sides: Sequence[str], rows: int) -> dict[str, Tensor]:
+        """What `_unread` finds in a batch of answers with several sides in a row: each row once for every side.
+
+        Args:
+            batch: the loader's.
+            sides: prefixes of its fields.
+            rows: of each side.
+
+        Raises:
+            TypeError: see `_unread`.
+            ValueError: a field has another number of rows.
+        """
+        names = {f"{side}{name}" for side in (*sides, *_SIDES) for name in _READ} | _OF_ROWS
+        found = self._unread(batch, lambda name: name in names or name.startswith("reference_"))
+        for name, each in found.items():
+            if not each.ndim or len(each) != rows:
+                raise ValueError(
+                    f"{self._place}: {name!r} is {describe(each)}, and there are {rows} rows; one for each"
+                )
+        return {name: torch.cat([each] * len(sides)) for name, each in found.items()}
+
+    def _with_aux_loss(self, loss: Array, outputs: object) -> Array:
+        """The loss; if the model has an auxiliary loss of its own, a pair: the sum, and the auxiliary loss by name.
+
+        Raises:
+            ConfigurationError: it is to be added, and the model returned none.
+        """
+        if not self._aux_weight:
+            return loss
+        own = aux_loss_of(outputs)
+        if own is None:
+            raise ConfigurationError(
+                f"{self._place}: the model's auxiliary loss is to be added with a weight of {self._aux_weight:g}, and "
+                f"the model returned none, but {describe(outputs)}; return it as `aux_loss`, or leave it out: "
+                "aux_loss_coef=0.0, or output_router_logits=False in the model's configuration"
+            )
+        return loss + self._aux_weight * own, {"aux_loss": own}
+
+    def _check_aux_loss(self, outputs: object) -> None:
+        """Rejects a model whose auxiliary loss would be left out although nobody has said so.
+
+        Raises:
+            ConfigurationError: it is one.
+        """
+        if not self._aux_weight and self.aux_loss_coef is None and aux_loss_of(outputs) is not None:
+            raise ConfigurationError(
+                "the model returns an `aux_loss`, and its configuration gives no weight for it; pass one, or 0.0 to "
+                "leave it out",
+                self._place,
+                aux_loss_coef=None,
+            )
+
     def _check_inputs(self, outputs: object, inputs: object) -> None:
         """Rejects tokens that the model has no logits for: a compiled loss would use other tokens instead."""
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
@@ -238,13 +364,17 @@ class NextTokenStrategy(LanguageStrategy):
 
     takes_shards = takes_pipelines = True  # it calls the model as a whole
 
-    def __init__(self, loss_options: Mapping[str, object] | None) -> None:
-        super().__init__()
+    def __init__(self, loss_options: Mapping[str, object] | None, aux_loss_coef: float | None = None) -> None:
+        super().__init__(aux_loss_coef)
         options = loss_options or {}
         self._loss = get_loss("cross_entropy", **options)
-        # whether the loss is only the cross entropy, so that perplexity and bits per byte follow from it
         self._plain = not any(options.get(name) for name in ("label_smoothing", "z_loss"))
         self._is_mean = self._plain and options.get("ignore_index", IGNORED) == IGNORED
+
+    @property
+    def _is_cross_entropy(self) -> bool:
+        """Whether the loss is only the cross entropy, so that perplexity and bits per byte follow from it."""
+        return self._plain and not self._aux_weight
 
     def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
         """Rejects tokens outside the vocabulary; it waits for the device.
@@ -255,7 +385,9 @@ class NextTokenStrategy(LanguageStrategy):
 
         Raises:
             ValueError: names the first such token, its index, and how many there are.
+            ConfigurationError: the model has an auxiliary loss, and nothing says how it is weighted.
         """
+        self._check_aux_loss(outputs)
         self._check_inputs(outputs, batch.inputs)
         check_first_batch(self._loss, logits_of(outputs), batch.targets)
 
@@ -263,78 +395,27 @@ class NextTokenStrategy(LanguageStrategy):
         """The cross entropy in nats per trained token, shape ().
 
         Outputs with a method `token_losses(targets)`, whose logits may be split over processes, compute it of each
-        token themselves, if the loss is only that.
+        token themselves, if the loss is only that. With an auxiliary loss of the model it is a pair: their sum, and
+        "aux_loss" by name.
         """
         if check:
             self.check_batch(outputs, batch)
         if self._is_mean and hasattr(outputs, "token_losses"):
-            return masked_mean(outputs.token_losses(batch.targets), batch.targets != IGNORED)
-        return self._loss(logits_of(outputs), batch.targets)
+            loss = masked_mean(outputs.token_losses(batch.targets), batch.targets != IGNORED)
+        else:
+            loss = self._loss(logits_of(outputs), batch.targets)
+        return self._with_aux_loss(loss, outputs)
 
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Array]:
         """The cross entropy in nats per token, if the loss includes more than that."""
-        return {} if self._plain else {"cross_entropy": cross_entropy(logits_of(outputs), batch.targets)}
+        if self._is_cross_entropy:
+            return {}
+        return {"cross_entropy": cross_entropy(logits_of(outputs), batch.targets)}
 
     def derive_metrics(self, loss: Number) -> dict[str, Number]:
         """The perplexity per token, if the loss is only the cross entropy. A loss on the device stays there."""
-        return {"perplexity": perplexity(loss)} if self._plain else {}
-
-
-def logits_of(outputs: object) -> Array:
-    """The logits, shape (batch, length, vocabulary), in the outputs of a model.
-
-    A model may return them alone, first in a tuple, or under the name `logits`, as Hugging Face models do.
-
-    >>> logits_of({"logits": torch.zeros(1, 2, 5), "loss": None}).shape
-    torch.Size([1, 2, 5])
-
-    Raises:
-        TypeError: there are none.
-    """
-    if isinstance(outputs, Mapping):
-        logits = outputs.get("logits")
-    else:
-        first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-        logits = getattr(outputs, "logits", first)
-    if not hasattr(logits, "shape"):
-        raise TypeError(
-            f"the model returned {describe(outputs)}; needs logits of shape (batch, length, vocabulary), alone, first "
-            "in a tuple, or as `.logits`"
-        )
-    return logits
-
-
-def values_of(outputs: object, shape: Iterable[int]) -> Array:
-    """The values of a critic, with this shape: second in a tuple, or under the name `values`.
-
-    >>> values_of((torch.zeros(1, 2, 5), torch.ones(1, 2, 1)), (1, 2))
-    tensor([[1., 1.]])
-
-    Raises:
-        TypeError: there are none, or the shape differs.
-    """
-    values: Array = outputs.get("values") if isinstance(outputs, Mapping) else getattr(outputs, "values", None)
-    if values is None and isinstance(outputs, (tuple, list)) and len(outputs) > 1:
-        values = outputs[1]
-    shape = tuple(shape)
-    if hasattr(values, "shape") and tuple(values.shape) == (*shape, 1):
-        values = values[..., 0]
-    if not hasattr(values, "shape") or tuple(values.shape) != shape:
-        raise TypeError(
-            f"the model returned {describe(outputs)}; needs a pair (logits, values), values of shape {shape}; "
-            "pulsetrain.engine.strategies.WithValueHead gives a language model such"
-        )
-    return values
+        return {"perplexity": perplexity(loss)} if self._is_cross_entropy else {}
 
 
 def _is_real(tokens: Tensor) -> bool:
     return tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward accepts a keyword; True if that is unknown."""
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError, AttributeError):
-        return True
-    return any(each.name == name or each.kind == each.VAR_KEYWORD for each in parameters)

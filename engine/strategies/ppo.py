@@ -162,7 +162,7 @@ class PPOStrategy(PolicyStrategy):
             loss = loss - self.entropy_coef * mean_of(entropy(self.scores(outputs)), mask)
         if "kl_coef" in targets:
             loss = loss + targets["kl_coef"] * divergence(old, log_probs, mask)
-        return loss
+        return self._with_aux_loss(loss, outputs)
 
     def _value_loss(self, outputs: object, targets: Mapping[str, Array]) -> Array:
         values = values_of(outputs, targets["actions"].shape)

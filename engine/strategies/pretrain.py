@@ -28,6 +28,9 @@ class PretrainStrategy(NextTokenStrategy):
     each document (as in the rows of `pulsetrain.engine.data.sequences.pack`), or by the token that ends a document. The
     model receives position_ids, so that no document sees another, and a document's first token is not predicted.
 
+    Every token is predicted, whatever "labels" a batch has. Further tensors are keyword arguments of the model, if its
+    forward accepts them by name.
+
     Training and validation report the loss, perplexity, and bits_per_byte if the length of a token is known.
 
     >>> strategy = PretrainStrategy(unit="byte")
@@ -43,6 +46,8 @@ class PretrainStrategy(NextTokenStrategy):
         loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`, such as z_loss, or chunk_size for a large
             vocabulary.
         separator: the token that ends each document; None treats each row as one, unless it has position_ids.
+        aux_loss_coef: weight of the auxiliary loss of a mixture of experts; 0 leaves it out. None: as the model's
+            configuration says, see `LanguageStrategy`.
 
     Raises:
         ConfigurationError: the unit or an option is unknown, the length is not a positive number, or the separator is
@@ -55,8 +60,9 @@ class PretrainStrategy(NextTokenStrategy):
         bytes_per_token: float | None = None,
         loss_options: Mapping[str, object] | None = None,
         separator: int | None = None,
+        aux_loss_coef: float | None = None,
     ) -> None:
-        super().__init__(loss_options)
+        super().__init__(loss_options, aux_loss_coef)
         if separator is not None and (not is_whole(separator) or separator < 0):
             raise ConfigurationError("needs a token id", "PretrainStrategy", separator=separator)
         if unit not in ("token", "byte"):
@@ -73,7 +79,8 @@ class PretrainStrategy(NextTokenStrategy):
         """Inputs are all tokens but the last, targets all but the first; torch tensors, also for other backends.
 
         Raises:
-            TypeError: the tokens are not a tensor of such a shape, or are an array of another library.
+            TypeError: the tokens are not a tensor of such a shape, an array is of another library, or the model does
+                not accept a field.
             ValueError: rows exceed the model's context, fields differ in shape, or no token is trained on.
         """
         if isinstance(batch, TrainingBatch):
@@ -92,8 +99,9 @@ class PretrainStrategy(NextTokenStrategy):
         positions = self._positions(fields, tokens)
         if positions is None and self.separator is not None:
             positions = restart_positions(tokens, self.separator)
+        further = self._further(fields, tokens, positions)
         if positions is None and "attention_mask" not in fields:
-            return TrainingBatch(self._inputs(tokens[:, :-1]), tokens[:, 1:], rows, rows * (length - 1))
+            return TrainingBatch(self._inputs(tokens[:, :-1], None, further), tokens[:, 1:], rows, rows * (length - 1))
         targets = self._without_padding(fields, tokens, check)[:, 1:]
         seen = None
         if positions is not None:
@@ -104,7 +112,8 @@ class PretrainStrategy(NextTokenStrategy):
                 "PretrainStrategy: nothing is trained on in this batch: each of its tokens starts a document or is "
                 "padding; check the separator and the masks"
             )
-        return TrainingBatch(self._inputs(tokens[:, :-1], seen), targets, rows, rows * (length - 1), learnt.sum())
+        inputs = self._inputs(tokens[:, :-1], seen, further)
+        return TrainingBatch(inputs, targets, rows, rows * (length - 1), learnt.sum())
 
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Array]:
         """If the loss is more than the cross entropy: the cross entropy, and bits per byte."""

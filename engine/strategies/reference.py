@@ -153,7 +153,7 @@ class Reference:
         if self._compared or self._policy is None or self._model is None or self._model is self._policy:
             return
         named = inputs if isinstance(inputs, Mapping) else {"": inputs}
-        one = {name: torch.zeros_like(v[:1, :1]) if isinstance(v, Tensor) else v for name, v in named.items()}
+        one = {name: v[:1] if isinstance(v, Tensor) else v for name, v in named.items()}  # a row, with its image
         first = one if isinstance(inputs, Mapping) else one[""]
         with eval_mode(self._policy):
             sizes = [logits_of(call(model, first)).shape[-1] for model in (self._model, self._policy)]

@@ -74,7 +74,7 @@ class RewardModelStrategy(LanguageStrategy):
         """Stacks chosen rows and rejected rows for one forward pass; the targets say where each text ends.
 
         Raises:
-            TypeError: a field is missing, or is not a tensor of token ids.
+            TypeError: a field is missing, is not a tensor of token ids, or is one that the model does not accept.
             ValueError: shapes do not fit, a row has no token, rows exceed the model's context, or margins are not
                 finite.
         """
@@ -89,10 +89,10 @@ class RewardModelStrategy(LanguageStrategy):
             )
         ends = torch.cat([self._ends(batch, side, each, check) for side, each in zip(_SIDES, read, strict=True)])
         tokens = torch.cat([padded_to(length, each, self._pad_token or 0) for each in read])
-        inputs = self._inputs(tokens)
+        fields = self._shared_by_sides(batch, _SIDES, pairs)
         if self._takes_mask:
-            mask = (torch.arange(length, device=tokens.device) <= ends[:, None]).long()
-            inputs = {"input_ids": tokens, **self._options, "attention_mask": mask}
+            fields["attention_mask"] = (torch.arange(length, device=tokens.device) <= ends[:, None]).long()
+        inputs = self._inputs(tokens, None, fields)
         targets = {"ends": ends}
         if batch.get("margin") is not None:
             targets["margin"] = self._margin(batch, pairs, check)

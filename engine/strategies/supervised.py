@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -10,13 +11,20 @@ from torch import Tensor
 from pulsetrain.engine.arrays import Array, is_array, require_tensor
 from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
+from pulsetrain.engine.step.log_point import split_loss
+from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
 
 __all__ = ["SupervisedStrategy"]
 
+_TARGETS = ("labels", "label")  # the names that data sets and models of Hugging Face use
+
 
 class SupervisedStrategy:
-    """Learns targets from inputs; a batch is a pair (inputs, targets).
+    """Learns targets from inputs; a batch is a pair (inputs, targets), or a mapping with the targets under a name.
+
+    The other fields of a mapping are keyword arguments of the model, as the collators of Hugging Face make them:
+    {"input_ids", "attention_mask", "labels"}, or {"pixel_values", "labels"}.
 
     A batch's weight is the number of elements that its loss is a mean over: the elements of the targets, and for labels
     with more than one dimension (such as tokens) or an explicit `ignore_index`, those that are not ignored.
@@ -26,11 +34,18 @@ class SupervisedStrategy:
     >>> batch = strategy.prepare_batch((torch.ones(4, 2), torch.zeros(4, 1)))
     >>> strategy.compute_loss(torch.full((4, 1), 3.0), batch)
     tensor(9.)
+    >>> batch = SupervisedStrategy().prepare_batch({"pixels": torch.ones(2, 3), "label": torch.tensor([0, 1])})
+    >>> batch.inputs, batch.targets
+    ({'pixels': tensor([[1., 1., 1.],
+            [1., 1., 1.]])}, tensor([0, 1]))
 
     Args:
-        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the targets. Named
-            losses work with torch tensors and jax arrays.
+        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the targets, or a
+            pair of it and a mapping with its parts by name. Named losses work with torch tensors and jax arrays. They
+            and torch's own losses get the logits where a model of transformers returns a `ModelOutput`; any other
+            callable gets the outputs as they are.
         loss_options: keywords of a named loss, such as label_smoothing.
+        target: the field of a mapping that holds the targets; None takes "labels" or "label".
 
     Raises:
         ConfigurationError: a name or option is unknown; the message lists the choices.
@@ -40,9 +55,14 @@ class SupervisedStrategy:
         self,
         loss: str | Callable[[Tree, Tree], Tensor] = "cross_entropy",
         loss_options: Mapping[str, object] | None = None,
+        target: str | None = None,
     ) -> None:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         self._loss = get_loss(loss, **(loss_options or {}))
+        if target is not None and not isinstance(target, str):
+            raise ArgumentTypeError("needs the name of a field", "SupervisedStrategy", target=target)
+        self.target = target
+        self._reads_logits = isinstance(loss, str) or _is_of_torch(loss)
         self._ignored = ignored_label(self._loss)
         # a class label that nobody has named as ignored is taken to be a label: counting costs every step
         self._counts_labels = self._ignored not in (None, -100) or "ignore_index" in (loss_options or {})
@@ -51,16 +71,14 @@ class SupervisedStrategy:
         """The pair as inputs and targets; torch tensors, also for other backends.
 
         Raises:
-            TypeError: the batch is not a pair, or contains an array of another library.
+            TypeError: the batch is neither a pair nor a mapping with targets, or contains an array of another library.
         """
-        if isinstance(batch, TrainingBatch):
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            inputs, targets = batch
+        elif isinstance(batch, TrainingBatch):
             return batch
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise TypeError(
-                f"SupervisedStrategy: a batch of {type(batch).__name__} cannot be split; let the loader return pairs "
-                "(inputs, targets), or write a strategy whose prepare_batch accepts it"
-            )
-        inputs, targets = batch
+        else:
+            inputs, targets = self._fields(batch)
         if not isinstance(inputs, Tensor):
             require_tensor("SupervisedStrategy", "inputs", inputs)
         if not isinstance(targets, Tensor):
@@ -73,6 +91,27 @@ class SupervisedStrategy:
             return TrainingBatch(inputs, targets, samples, 0, (targets != self._ignored).sum())
         return TrainingBatch(inputs, targets, samples, 0, targets.numel())
 
+    def _fields(self, batch: object) -> tuple[dict[str, Tree], Tree]:
+        """The inputs by name, and the targets, of a mapping."""
+        fields = batch if isinstance(batch, Mapping) else {}
+        wanted = _TARGETS if self.target is None else (self.target,)
+        found = [name for name in wanted if name in fields]
+        if len(found) == 1 and len(fields) > 1:
+            for name, value in fields.items():
+                require_tensor("SupervisedStrategy", name, value)
+            return {name: value for name, value in fields.items() if name != found[0]}, fields[found[0]]
+        if len(found) > 1:
+            raise TypeError(
+                f"SupervisedStrategy: a batch with {', '.join(map(str, fields))}: both {' and '.join(found)} may be "
+                f"the targets; name one, as SupervisedStrategy(target={found[0]!r}), and let the loader drop the other"
+            )
+        has = f", and this one has {', '.join(map(str, fields)) or 'no field'}" if isinstance(batch, Mapping) else ""
+        raise TypeError(
+            f"SupervisedStrategy: a batch of {type(batch).__name__} cannot be split; let the loader return pairs "
+            f"(inputs, targets), or a mapping with inputs and {' or '.join(map(repr, wanted))}{has}; or write a "
+            "strategy whose prepare_batch accepts it"
+        )
+
     def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
         """Rejects targets whose values are invalid for the loss; it waits for the device.
 
@@ -83,10 +122,15 @@ class SupervisedStrategy:
         Raises:
             ValueError: names the first such target, its index, and how many there are.
         """
-        check_first_batch(self._loss, outputs, batch.targets)
+        check_first_batch(self._loss, predictions_of(outputs) if self._reads_logits else outputs, batch.targets)
 
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
-        """The loss between outputs and targets, shape (); `check` reads the values of targets and loss."""
+        """The loss between outputs and targets, shape (); `check` reads the values of targets and loss.
+
+        If the callable returned a pair, this is a pair, too: the loss, and its parts by name.
+        """
+        if not isinstance(outputs, Tensor) and self._reads_logits:
+            outputs = predictions_of(outputs)
         try:
             if check:  # before the loss: a label outside the classes brings a GPU down
                 self.check_batch(outputs, batch)
@@ -96,16 +140,33 @@ class SupervisedStrategy:
                 f"in SupervisedStrategy(loss={self.loss_name!r}), given the model's output {describe(outputs)}"
             )
             raise
-        if (not isinstance(loss, Tensor) or loss.ndim) and not _is_scalar_array(loss, batch.targets):
-            rule = f"returned {describe(loss)}; needs a tensor of shape ()"
-            raise ArgumentTypeError(rule, "SupervisedStrategy", loss=self.loss_name)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            self._check_loss(loss, batch.targets)
         if check:
-            check_first_loss(loss, batch.targets, self.loss_name)
+            check_first_loss(split_loss(loss, self)[0], batch.targets, self.loss_name)
         return loss
+
+    def _check_loss(self, found: Tree, targets: object) -> None:
+        """Rejects a loss that is not a scalar.
+
+        Raises:
+            TypeError: it is not.
+        """
+        loss, _ = split_loss(found, self)
+        if not (isinstance(loss, Tensor) and not loss.ndim) and not _is_scalar_array(loss, targets):
+            rule = f"returned {describe(found)}; needs a tensor of shape ()"
+            raise ArgumentTypeError(rule, "SupervisedStrategy", loss=self.loss_name)
 
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Tensor]:
         """No metrics besides the loss."""
         return {}
+
+
+def _is_of_torch(loss: object) -> bool:
+    """Whether it is a function or a module of torch.nn, or derived from one of its losses."""
+    function = loss.func if isinstance(loss, partial) else loss
+    modules = [getattr(function, "__module__", None), *(kind.__module__ for kind in type(function).__mro__)]
+    return any(module in ("torch.nn.functional", "torch.nn.modules.loss") for module in modules)
 
 
 def _is_scalar_array(loss: Array, targets: object) -> bool:

@@ -127,8 +127,11 @@ class ConsoleLogger(MetricLogger):
 
 
 def _folded(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Shows a large family of metrics, such as the norms of all layers, as its size, smallest and largest value."""
-    family = {name: name.partition("/")[0] for name in metrics if "/" in name}
+    """Shows a large family of metrics, such as the norms of all layers, as its size, smallest and largest value.
+
+    Those of training, which are different quantities, are shown one by one.
+    """
+    family = {name: name.partition("/")[0] for name in metrics if "/" in name and not name.startswith("train/")}
     sizes = Counter(family.values())
     folded: dict[str, float | str] = {}
     for name, value in metrics.items():

@@ -14,7 +14,9 @@ from pulsetrain.engine.recording.log.files import log_files
 __all__ = ["holds_run"]
 
 _METRICS = ("metrics.csv", "metrics.jsonl")  # of the loggers
-_OTHERS = ("best_model.pt", "samples/iteration-*[1-9]*.txt", "profile/trace-*.json")  # of other handlers
+_OTHERS = (  # of other handlers
+    "best_model.pt", "samples/iteration-*[1-9]*.txt", "profile/trace-*.json", "pretrained/*/export.json",
+)  # fmt: skip
 _FIGURES = ("loss", "metrics", "learning_rate", "grad_norm", "throughput", "*confusion_matrix")  # that `Plots` draws
 
 

@@ -84,6 +84,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "training.skip_batches": None,
     "training.validate_every": None,
     "training.log_every_n_steps": None,
+    "training.log_strategy_metrics": ("false", "true"),
     "training.progress": ("false", "true"),
     "training.run_dir": None,
     "training.save_every_n_epochs": None,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.checkpoint.frozen import FrozenWeights, check_left_out
 from pulsetrain.engine.checkpoint.weights import compare_weights, take_dtypes
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
@@ -31,7 +32,8 @@ class ModulesPart:
 
     Of each module: which parameters are frozen, which submodules are in evaluation mode, the rates of dropout, and the
     buffers that are not persistent. A module that the strategy holds, such as a loss, is saved as a whole, except for
-    one whose parameters are all frozen and were never written to, such as a teacher.
+    one whose parameters are all frozen and were never written to, such as a teacher. Frozen weights that the model
+    leaves out of its state are named by a digest.
 
     Args:
         model: whose weights another part saves.
@@ -40,6 +42,7 @@ class ModulesPart:
 
     def __init__(self, model: nn.Module, strategy: object) -> None:
         self._model, self._strategy = model, strategy
+        self._frozen = FrozenWeights(model)
         self._first = {name: _weights_of(module) for name, module in self._modules().items() if name != "model"}
         self._flags: Mapping[str, StateDict] = {}  # of the checkpoint that was loaded
 
@@ -51,7 +54,7 @@ class ModulesPart:
         return {name: self._state_of(name, module) for name, module in self._modules().items()}
 
     def check_state_dict(self, state: Mapping[str, StateDict]) -> None:
-        """Refuse a state that lacks a field, or is of other modules.
+        """Refuse a state that lacks a field, or is of other modules, or of a model with other frozen weights.
 
         Raises:
             CheckpointError: it does.
@@ -60,6 +63,8 @@ class ModulesPart:
             if name not in state:
                 continue
             require(f"modules.{name}", state[name], _FIELDS)
+            if "left_out" in state[name]:
+                check_left_out("", state[name]["left_out"], module)
             rates = {path for path, _, _ in _dropouts(module)}
             if state[name]["dropout"].keys() != rates:
                 differing = ", ".join(sorted(state[name]["dropout"].keys() ^ rates))
@@ -111,6 +116,9 @@ class ModulesPart:
         }
         if name != "model" and not keeps_state(self._strategy) and self._changes(name, module):
             state["weights"] = module.state_dict()
+        left_out = self._frozen.left_out() if name == "model" else None
+        if left_out is not None:
+            state["left_out"] = left_out
         return state
 
     def _changes(self, name: str, module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -37,8 +37,8 @@ _FIRST_COUNTERS = (  # which every checkpoint of this format has
 )  # fmt: skip
 # settings that may differ between two parts of one run: its length, what it reports, where it writes, and its seed, of
 # which the DataCursor says that the checkpoint's is used
-_LOG_POINTS = "log_every_n_steps"
-MAY_CHANGE = (*BOUNDS, _LOG_POINTS, "run_dir", "seed")
+_LOG_POINTS = ("log_every_n_steps", "log_strategy_metrics")
+MAY_CHANGE = (*BOUNDS, *_LOG_POINTS, "run_dir", "seed")
 IN_PIECES = ("model", "optimizer", "stepper", "handlers")  # parts that read what this process needs of a tensor
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 # what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
@@ -147,7 +147,7 @@ class MadeWith(PartOf[_Described]):
         owner: the training run.
     """
 
-    _log_points_differ = False  # from those of the checkpoint's run
+    _log_points_differ = False  # from those of the checkpoint's run, or what they report
 
     def attach(self, engine: Engine) -> None:
         engine.bus.subscribe(
@@ -183,10 +183,11 @@ class MadeWith(PartOf[_Described]):
             differences = environment_differences(before, now)
             if differences:
                 get_logger("pulsetrain").warning(message, differences=differences)
-        self._log_points_differ = state["settings"].get(_LOG_POINTS) != current["settings"].get(_LOG_POINTS)
+        theirs, mine = state["settings"], current["settings"]
+        self._log_points_differ = any(theirs.get(each) != mine.get(each) for each in _LOG_POINTS)
 
     def _leave_out_log_points(self, engine: Engine) -> None:
-        """After the recorders have begun their comparison: METRICS_LOGGED is fired at other iterations than before."""
+        """After the recorders have begun their comparison: METRICS_LOGGED differs from that of the run before."""
         if not self._log_points_differ or not is_training_run(engine):
             return
         for handler in engine.handlers:
@@ -241,14 +242,19 @@ class ModelPart(OwnedPart[nn.Module]):
         Raises:
             CheckpointError: they are; the message lists what is missing, unexpected or misshapen.
         """
-        problems = compare_weights(self._owner.state_dict(), state)
+        mine = self._owner.state_dict()
+        problems = compare_weights(mine, state)
+        if problems.unexpected:  # perhaps of an earlier version, which did not leave out what is frozen
+            problems = compare_weights({**dict(self._owner.named_parameters(remove_duplicate=False)), **mine}, state)
+            problems = replace(
+                problems, missing={name: each for name, each in problems.missing.items() if name in mine}
+            )
         if problems:
             raise CheckpointError(
                 f"the checkpoint's weights do not fit the model: {problems}; build the model as it was when the "
                 "checkpoint was made, with the modules that handlers have added since the run began"
             )
         if is_sharded(self._owner):  # which keeps buffers of its own, in the dtype that it was split up with
-            mine = self._owner.state_dict()
             others = [name for name, each in state.items() if _dtype_of(each) != _dtype_of(mine.get(name))]
             if others:
                 name = others[0]

@@ -28,6 +28,7 @@ from pulsetrain.handlers import (
     CrashBundle,
     EarlyStopping,
     GradientMonitor,
+    HuggingFaceExporter,
     LossSpikeGuard,
     LRFinder,
     LRScheduler,
@@ -50,10 +51,13 @@ __all__ = [
     "writes_for_all",
 ]
 
-_OUTPUT = (Alert, Checkpointer, CrashBundle, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
+_OUTPUT = (
+    Alert, Checkpointer, CrashBundle, HuggingFaceExporter, MetricLogger, Plots, Profiler, ProgressBar, SampleText,
+)  # fmt: skip
 
 _READS_WEIGHTS = (BestModel, CrashBundle)
-_OF_ALL = (Checkpointer, SampleText)  # what all processes do together if the model is sharded
+_TOGETHER = (HuggingFaceExporter, SampleText)  # which act at the same events in all processes of a sharded model
+_OF_ALL = (Checkpointer, *_TOGETHER)  # what all processes do together if the model is sharded
 
 
 def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
@@ -109,15 +113,14 @@ def check_ranks(model: nn.Module, handlers: Iterable[object], shares: int) -> No
                 handlers=[type(handler)],
             )
     handlers = list(handlers) if is_sharded(model) else []
-    observed = [each for each in handlers if isinstance(each, SampleText) and each.every and each.every.seconds]
+    observed = [each for each in handlers if isinstance(each, _TOGETHER) and each.every and each.every.seconds]
     if observed:
         raise ConfigurationError(
-            "all processes of a sharded model generate together, and their clocks differ; choose iterations, updates "
-            "or epochs",
-            "SampleText",
+            "all processes of a sharded model take part, and their clocks differ; choose iterations, updates or epochs",
+            type(observed[0]).__name__,
             every=observed[0].every,
         )
-    unfit = [each for each in handlers if _reads_wholes(each) or (isinstance(each, SampleText) and is_pipelined(model))]
+    unfit = [each for each in handlers if _reads_wholes(each) or (isinstance(each, _TOGETHER) and is_pipelined(model))]
     if unfit:
         names = ", ".join(type(each).__name__ for each in unfit)
         raise ConfigurationError(

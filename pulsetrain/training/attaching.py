@@ -12,7 +12,7 @@ from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers import Checkpointer, SampleText
+from pulsetrain.handlers import Checkpointer, HuggingFaceExporter, SampleText
 from pulsetrain.training.arguments import writes_for_all
 
 __all__ = ["attach_handlers", "attach_rollouts"]
@@ -29,19 +29,20 @@ def attach_handlers(engine: Engine, model: nn.Module, handlers: Iterable[Any], c
 
     Raises:
         ConfigurationError: the main process would save nothing, or the model is sharded, and the processes would save
-            at different moments, or not generate the same texts.
+            at different moments, or not act together.
     """
     handlers = list(handlers)
     if is_sharded(model):
-        texts = control.gather([each.plan for each in handlers if isinstance(each, SampleText)])
-        other = next((rank for rank, plan in enumerate(texts) if plan != texts[0]), None)
-        if other is not None:
-            raise ConfigurationError(
-                f"rank {other} has other SampleTexts than rank 0, and all processes of a sharded model generate "
-                "together; give each process the same ones",
-                "Trainer",
-                handlers=[SampleText],
-            )
+        for kind in (HuggingFaceExporter, SampleText):
+            plans = control.gather([each.plan for each in handlers if isinstance(each, kind)])
+            other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+            if other is not None:
+                raise ConfigurationError(
+                    f"rank {other} has other {kind.__name__}s than rank 0, and all processes of a sharded model act "
+                    "together; give each process the same ones",
+                    "Trainer",
+                    handlers=[kind],
+                )
     for_all = [control.is_shared and writes_for_all(each, model) for each in handlers]
     plans = control.gather([each.plan for each in handlers if isinstance(each, Checkpointer)])
     are_alike = all(plan == plans[0] for plan in plans)

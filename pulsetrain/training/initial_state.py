@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine.argument_checks import check_choice, check_type
+from pulsetrain.engine.checkpoint.frozen import leave_out_adapted
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused
 from pulsetrain.engine.optimizers import LEARNING_RATE, NamedOptimizers, parts_of, resolve_optimizer
 from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest, ValueBackend
@@ -43,6 +44,8 @@ def make_store(
     try:
         if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
             model = nn.ModuleDict(model)
+        if isinstance(model, nn.Module):
+            leave_out_adapted(model)
         store = backend.make_store(model, request, strategy)
         _refuse_idle_settings(config, optimizer, store.optimizer, by_value=isinstance(backend, ValueBackend))
         rates = [group.get("lr") for group in store.optimizer.param_groups]

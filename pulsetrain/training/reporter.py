@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult, is_training_run
+from pulsetrain.engine.backends.pipeline import pipeline_of
 from pulsetrain.engine.backends.trees import LaterMetrics
+from pulsetrain.engine.events.filters import NEVER, EventFilter
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.engine.step.log_point import LogPoint
+from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers import LossSpikeGuard, NaNGuard
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.training.agreement import Agreement
@@ -31,10 +35,12 @@ class MetricsReporter:
         stepper: has the learning rates and the gradient norms; its strategy may derive further metrics from the loss,
             its backend knows of skipped updates, and if it has several optimizers, each has a loss of its own.
         every: iterations between two log points.
-        agreement: of several processes, whose losses are averaged.
+        agreement: of several processes, whose losses and metrics are averaged.
+        measures: at log points, also report the metrics that the strategy computes from the outputs of that step. Not
+            of a pipeline, whose last process alone has outputs, of virtual ranks, or of several optimizers.
     """
 
-    def __init__(self, stepper: Stepper, every: int, agreement: Agreement) -> None:
+    def __init__(self, stepper: Stepper, every: int, agreement: Agreement, *, measures: bool = False) -> None:
         self._derive: Callable[[Any], Mapping[str, Any]] = getattr(stepper.strategy, "derive_metrics", lambda loss: {})
         self._backend, self._stepper, self._every = stepper.backend, stepper, every
         self.losses = Losses()
@@ -42,6 +48,10 @@ class MetricsReporter:
         self._rate = Rate()
         self._untrained = UntrainedParameters(stepper.store.module, stepper.store.optimizer)
         self._agreement = agreement
+        whole = stepper.backend.virtual_ranks is None and pipeline_of(stepper.store.module) is None
+        self._measures = measures and whole and stepper.optimizers is None
+        self._names: list[str] | None = None  # of the metrics that all processes have; agreed at the first log point
+        self._last = NEVER  # the last iteration of the run, if it is known
         self._warned = False  # of a loss that is not finite
         self.reset()
 
@@ -50,9 +60,19 @@ class MetricsReporter:
         engine.add_event_handler(Events.STARTED, self.start, phase=Phase.COMPUTE)
         logged_at = Events.ITERATION_COMPLETED(every=self._every)
         engine.add_event_handler(logged_at, self.log, phase=Phase.OBSERVE)
+        if self._measures:  # after the iteration before a log point, and before the last one: nothing in between
+            completed = Events.ITERATION_COMPLETED
+            before = completed(every=self._every, after=self._every - 2) if self._every > 1 else completed(every=1)
+            engine.add_event_handler(before, self._measure, phase=Phase.OBSERVE)
+            end = completed(once=NEVER)
+            self._before_end = engine.bus.subscribe(end, self._measure, sender=engine, phase=Phase.OBSERVE)
 
     def start(self) -> None:
         """A run starts or continues: measure its throughput from here."""
+        if self._measures:
+            self._last = total_iterations_of(self._engine) or NEVER
+            self._before_end.refilter(EventFilter(once=(self._last - 1,)))
+            self._measure()
         self._rate.restart(self._engine.state.samples, self._engine.state.tokens)
 
     def pause(self, seconds: float) -> None:
@@ -70,6 +90,7 @@ class MetricsReporter:
                 too, as if it had never ended; so this event is an observed one.
         """
         engine, stepper = self._engine, self._stepper
+        point = stepper.take_measured(engine.state.iteration)
         if self._backend.skips_updates:
             self._announce_skipped()
         if not self._counts("log"):
@@ -82,10 +103,10 @@ class MetricsReporter:
             for losses in self._all_losses() if not provisional else ():
                 losses.forget("log")
             return
-        means = self._means("log", keep=provisional)
+        means = self._means("log", point, keep=provisional)
         if not means:
             return
-        metrics = {name: value.item() if isinstance(value, Tensor) else value for name, value in means.items()}
+        metrics = {name: float(value) for name, value in means.items()}
         self._warn_unless_finite(metrics["train/loss"])
         if stepper.grad_norm is not None:
             metrics["grad_norm"] = stepper.grad_norm.item()
@@ -94,6 +115,12 @@ class MetricsReporter:
             metrics["skipped_updates"] = float(self.announced_skips)
         metrics.update(self._rate.read(engine.state.samples, engine.state.tokens))
         engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics), observed=provisional)
+
+    def _measure(self) -> None:
+        """Let the next step compute the strategy's metrics, if they are to be reported after it."""
+        following = self._engine.state.iteration + 1
+        is_read = self._engine.hears(Events.METRICS_LOGGED) or self._agreement.is_shared
+        self._stepper.measure_next(is_read and (following % self._every == 0 or following == self._last))
 
     def _would_warn(self) -> bool:
         """Whether a loss that is not finite is to be warned of: once, and only if no handler guards against it."""
@@ -188,20 +215,23 @@ class MetricsReporter:
         """Whether there is a loss to report; of several processes, another one may have it."""
         return self._agreement.is_shared or self.losses.count(reader) > 0
 
-    def _means(self, reader: str, *, keep: bool = False) -> dict[str, Any]:
+    def _means(self, reader: str, point: LogPoint | None = None, *, keep: bool = False) -> dict[str, Any]:
         """The mean losses, what the strategy derives from them, and the learning rates; on the device if they are.
 
         It is empty if no rank has a loss.
 
         Args:
             reader: "log" or "epoch".
+            point: has the strategy's metrics of the last step.
             keep: the reader's next mean has these losses, too.
         """
         named = {"loss": self.losses, **self.named_losses}
         if self._agreement.is_shared:
-            means = self._means_of_all_ranks(reader, named)
+            means = self._means_of_all_ranks(reader, named, point)
         else:
             means = {name: of.peek(reader) for name, of in named.items() if of.count(reader)}
+            if point is not None:
+                means = {**means, **self._metrics_of(point), **means}  # the losses first
         for losses in named.values() if not keep else ():
             losses.forget(reader)
         if "loss" not in means:
@@ -209,14 +239,31 @@ class MetricsReporter:
         derived = {f"train/{name}": value for name, value in self._derive(means["loss"]).items()}
         return {**{f"train/{name}": value for name, value in means.items()}, **derived, **self._rates()}
 
-    def _means_of_all_ranks(self, reader: str, named: Mapping[str, Losses]) -> dict[str, Any]:
+    def _metrics_of(self, point: LogPoint) -> dict[str, Any]:
+        found: dict[str, Any] = self._backend.to_torch(dict(point.metrics))
+        return found
+
+    def _means_of_all_ranks(self, reader: str, named: Mapping[str, Losses], point: LogPoint | None) -> dict[str, Any]:
         """The means over the global batches, the same bits on every rank."""
-        sums = self._agreement.sums([each for losses in named.values() for each in losses.sums(reader)])
+        sums = [losses.sums(reader) for losses in named.values()]
+        metrics = {} if point is None else self._metrics_of(point)
+        if metrics and self._names is None:  # a strategy without metrics has none on any rank: nothing is exchanged
+            self._names = self._names_of_all(list(metrics))
+        names = [name for name in self._names or () if name not in named] if point is not None else []
+        for name in names:
+            weight = float(point.size) if point is not None and name in metrics and self._stepper.counts else 0.0
+            sums.append((float(metrics[name]) * weight if weight else 0.0, weight))
+        totals = self._agreement.sums([each for pair in sums for each in pair])
         return {
             name: torch.tensor(total / weight, dtype=torch.float64)
-            for name, total, weight in zip(named, sums[::2], sums[1::2], strict=True)
+            for name, total, weight in zip([*named, *names], totals[::2], totals[1::2], strict=True)
             if weight
         }
+
+    def _names_of_all(self, names: list[str]) -> list[str]:
+        """The names of metrics that every rank has, in the order of the main one."""
+        first, *others = self._agreement.control.gather(names)
+        return [name for name in first if all(name in other for other in others)]
 
     def _rates(self) -> dict[str, float]:
         rates = self._stepper.learning_rates

@@ -25,6 +25,7 @@ from pulsetrain.engine.optimizers import NamedOptimizers, parts_of
 from pulsetrain.engine.step.accumulation import Accumulate, Accumulation
 from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
 from pulsetrain.engine.step.first_batch import FirstBatch
+from pulsetrain.engine.step.log_point import LogPoint
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     GradientInfo,
@@ -93,7 +94,9 @@ class Stepper:
         self.optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
         self._groups = len(store.optimizer.param_groups)  # whose gradients the updates consume
         self._skip: Tensor | None = None  # whether the current update is to be skipped
-        self._checks = True  # until an update has been made, values are checked
+        self._checks = self._watches = True  # until an update has been made, values are checked
+        self._measures = False  # whether the next step computes the metrics of its outputs
+        self._point: tuple[int, LogPoint] | None = None  # the last iteration that did, and its metrics
         self._engine: Engine | None = None  # whose the two dispatches are
         self._ready: Dispatch
         self._stepped: Dispatch
@@ -102,7 +105,7 @@ class Stepper:
         if engine is not self._engine:
             self._use(engine)
         state = engine.state
-        strategy = cast(TrainingStrategy, FirstBatch(self.strategy) if self._checks else self.strategy)
+        strategy: Any = self._watched(state.iteration) if self._watches else self.strategy
         if self.ranks is not None:
             self.ranks.seed_generators(state.iteration)
             self.store.refresh()
@@ -161,6 +164,25 @@ class Stepper:
             return ready.live
         return ready.wants(engine.state.update + 1)
 
+    def measure_next(self, due: bool = True) -> None:
+        """Whether the next step computes the strategy's metrics, from the outputs that its loss is computed from."""
+        self._measures = due
+        self._watches = self._watches or due
+
+    def take_measured(self, iteration: int) -> LogPoint | None:
+        """The metrics of an iteration, on the device; None if it was another one that computed some, or none has."""
+        found, self._point = self._point, None
+        return None if found is None or found[0] != iteration else found[1]
+
+    def _watched(self, iteration: int) -> Any:
+        """The strategy in a step that checks values or computes metrics; other steps use it as it is."""
+        strategy: Any = FirstBatch(self.strategy) if self._checks else self.strategy
+        self._watches, measures, self._measures = self._checks, self._measures, False
+        if measures:
+            strategy = LogPoint(strategy)
+            self._point = iteration, strategy
+        return strategy
+
     def _use(self, engine: Engine) -> None:
         self._engine = engine
         self._ready = engine.dispatch(Events.GRADIENTS_READY)
@@ -184,7 +206,7 @@ class Stepper:
 
     def start(self) -> None:
         """A run starts or continues: the model trains, and the batches' values are checked until the first update."""
-        self._checks = True
+        self._checks = self._watches = True
         if not self.by_hand:
             for optimizer in parts_of(self.store.optimizer).values():
                 _check_needs_no_closure(optimizer)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.backends.pipeline import pipeline_of
@@ -29,6 +30,7 @@ from pulsetrain.engine.metrics import RunningMean
 from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
+from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.metric_values.step_values import on_host, scalars
@@ -123,7 +125,8 @@ class Evaluation:
     """Runs the model over validation sets and brings the means to the host once a set.
 
     `engine` may be run directly, too: `engine.run(loader).metrics` holds the loss and the metrics. Its `state.output`
-    is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
+    is a mapping with "y_pred" (the logits, if a model of transformers returns a `ModelOutput`), "y" and "loss", which
+    pytorch-ignite's metrics read as they are.
 
     Args:
         stepper: whose store's module is evaluated, in eval mode; each of its modules is left in the mode it was in. Its
@@ -223,12 +226,16 @@ class Evaluation:
             means: Mapping[str, Tensor] = self._alternate(self.strategy, prepared)
         else:
             outputs, means = backend.eval_step(self.store.eval_state, prepared, strategy)
+            if getattr(strategy, "needs_gradients", False):  # their graphs would be kept until the end of the set
+                outputs, means = tree_map_only(Tensor, Tensor.detach, (outputs, dict(means)))
         means = backend.to_torch(means)
         for name, value in means.items():
             self._running[name].update(value, prepared.size)
         return {
-            "y_pred": backend.to_torch(outputs), "y": backend.to_torch(prepared.targets), "loss": means["loss"]
-        }  # fmt: skip
+            "y_pred": backend.to_torch(predictions_of(outputs)),
+            "y": backend.to_torch(prepared.targets),
+            "loss": means["loss"],
+        }
 
     def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> dict[str, Tensor]:
         """The sum of its losses, and each, with whatever more it has to say."""

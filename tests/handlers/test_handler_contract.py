@@ -31,6 +31,7 @@ from pulsetrain.handlers import (
     Garbage,
     GradientMonitor,
     HangWatchdog,
+    HuggingFaceExporter,
     JSONLinesLogger,
     LossSpikeGuard,
     LRFinder,
@@ -73,6 +74,7 @@ class Saving(UpdatingEngine):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
+        self.model.save_pretrained = lambda folder: None  # as a model of transformers has it
         self.backend = TorchBackend("cpu")
         store = InPlaceStore(self.backend, self.model, self.optimizer)
         self.stepper = Stepper(self.backend, self.strategy, store, accumulate=self.config.accumulation)
@@ -129,6 +131,7 @@ MAKE: dict[str, Callable] = {
     "EventRecorder with batches": lambda folder: EventRecorder(folder, include_batches=True, every=3),
     "CallbackList": lambda folder: CallbackList([EveryHook(), Callback()]),
     "Checkpointer": lambda folder: Checkpointer(folder, metric="val/loss"),
+    "HuggingFaceExporter": lambda folder: HuggingFaceExporter(folder, metric="val/loss"),
     "Checkpointer in the background": lambda folder: Checkpointer(folder, "auto", background=True, metric="val/loss"),
     "Fingerprints": lambda folder: Fingerprints(Every(iterations=1), batches=True, model=torch.nn.Linear(2, 1)),
     "CrashBundle": CrashBundle,
@@ -298,7 +301,7 @@ def test_loggers_look_after_policies_have_acted(engine, tmp_path):
     assert order == [Phase.ACT, Phase.OBSERVE, Phase.OBSERVE, Phase.OBSERVE]
 
 
-@pytest.mark.parametrize("name", ["EventRecorder", "Checkpointer", "Profiler", "SampleText"])
+@pytest.mark.parametrize("name", ["EventRecorder", "Checkpointer", "Profiler", "SampleText", "HuggingFaceExporter"])
 def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(name, tmp_path, engine):
     (tmp_path / "file").write_text("in the way")
     before = subscriptions(engine.bus)
@@ -312,6 +315,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(
     [
         *LOGGERS[:-1],
         *("EventRecorder", "Plots", "Profiler", "SampleText", "HangWatchdog", "CrashBundle", "LRFinder"),
+        "HuggingFaceExporter",
         "BestModel in a folder",
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Every
-from pulsetrain.engine.checkpoint import CheckpointManager, leave_out_frozen, load_checkpoint
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.handlers import Checkpointer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
@@ -46,7 +46,7 @@ def trainer_of(folder: Path, kind: str, count: int, *handlers: Any) -> Trainer:
     )
     torch.manual_seed(1)
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = leave_out_frozen(peft.get_peft_model(base, adapters))
+    model = peft.get_peft_model(base, adapters)
     config = TrainingConfig(max_epochs=count, learning_rate=0.02, optimizer="adamw", seed=0)
     return Trainer(model, [{"input_ids": ROWS}], strategy="pretrain", config=config, handlers=handlers)
 

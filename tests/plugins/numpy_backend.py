@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.errors import ConfigurationError
@@ -68,12 +67,6 @@ class NumpyBackend(FunctionalBackend):
         if name != "sgd" or weight_decay:
             raise ConfigurationError(f"NumpyBackend: knows sgd without weight decay, not {name!r}; pass an optimizer")
         return NumpySGD(learning_rate, **options)
-
-    def owns(self, leaf: Any) -> bool:
-        return isinstance(leaf, np.ndarray)
-
-    def from_torch(self, tensor: Tensor) -> Any:
-        return tensor.numpy()
 
     def outputs(self, weights: Arrays, inputs: tuple[Any, ...]) -> Any:
         return self.to_torch(_forward(weights, *self.to_native(inputs)))

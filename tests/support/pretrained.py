@@ -29,7 +29,7 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """A model with random weights, as save_pretrained writes it, in files of at most 6 KB."""
     import transformers
 
@@ -43,7 +43,7 @@ def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path
         "renamed": lambda: transformers.GPTNeoXConfig(**_SIZES),  # whose files have another name for the head
         "scaled": lambda: transformers.Gemma2Config(**_SIZES, head_dim=4),  # by a buffer that is not saved
     }  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(made[family](), dtype=dtype)
     for name, each in model.named_parameters():
         if "bias" in name:  # else they are 0, as what has not been read may be

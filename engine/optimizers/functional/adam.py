@@ -17,7 +17,7 @@ __all__ = ["Adam", "AdamW"]
 class _Moments(FunctionalOptimizer):
     """Averages of the gradients and of their squares."""
 
-    learning_rate: float
+    learning_rate: float | Tensor
     _: KW_ONLY
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -57,7 +57,7 @@ class Adam(_Moments):
     tensor([-0.1000,  0.1000])
 
     Args:
-        learning_rate: the rate of a new state; `update` uses the state's.
+        learning_rate: the rate of a new state; `update` uses the state's. A tensor of shape () gets a gradient.
         weight_decay: an L2 penalty, which enters the averages.
         decay_mask: which parameters decay; None means all.
 
@@ -82,7 +82,7 @@ class AdamW(_Moments):
     tensor([-1.5000e-01, -3.7253e-08])
 
     Args:
-        learning_rate: the rate of a new state; `update` uses the state's.
+        learning_rate: the rate of a new state; `update` uses the state's. A tensor of shape () gets a gradient.
         weight_decay: each update subtracts `learning_rate * weight_decay * param`; 0 by default, unlike torch's.
         decay_mask: which parameters decay; None means all.
 

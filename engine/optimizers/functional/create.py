@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from torch import Tensor
+
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers.functional.adam import Adam, AdamW
 from pulsetrain.engine.optimizers.functional.rmsprop import RMSprop
@@ -20,7 +22,12 @@ FUNCTIONAL_NAMES = tuple(_KINDS)
 
 
 def create_functional(
-    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: object
+    name: str,
+    learning_rate: float | Tensor,
+    weight_decay: float = 0.0,
+    *,
+    decay_mask: DecayMask = None,
+    **options: object,
 ) -> SGD | Adam | AdamW | RMSprop:
     """The functional optimizer with a name; its numbers equal those of torch's.
 
@@ -31,6 +38,7 @@ def create_functional(
 
     Args:
         name: sgd, adam, adamw or rmsprop.
+        learning_rate: a number, or a tensor of shape (), which gets a gradient through the updates.
         decay_mask: a pytree of bools like the parameters, or a function from them to one; None decays all.
         options: those of `create_optimizer`; SGD's momentum defaults to 0.9.
 

@@ -26,7 +26,7 @@ class RMSprop(FunctionalOptimizer):
     (tensor([-0.2000]), tensor([1.]))
 
     Args:
-        learning_rate: the rate of a new state; `update` uses the state's.
+        learning_rate: the rate of a new state; `update` uses the state's. A tensor of shape () gets a gradient.
         centered: divide by the standard deviation of the gradients instead of their root mean square.
         weight_decay: an L2 penalty.
         decay_mask: which parameters decay; None means all.
@@ -35,7 +35,7 @@ class RMSprop(FunctionalOptimizer):
         ConfigurationError: a value is out of range.
     """
 
-    learning_rate: float
+    learning_rate: float | Tensor
     _: KW_ONLY
     alpha: float = 0.99
     eps: float = 1e-8

@@ -28,7 +28,7 @@ class FunctionalOptimizer:
     """Base class of the functional optimizers, frozen dataclasses, which add `_averages` and `_step`."""
 
     __slots__ = ()
-    learning_rate: float
+    learning_rate: float | Tensor
     weight_decay: float
     decay_mask: DecayMask
     kind: ClassVar[str]
@@ -61,7 +61,12 @@ class FunctionalOptimizer:
 
 
 def check(
-    place: str, name: str, rate: float, weight_decay: float, decay_mask: DecayMask, options: Mapping[str, object]
+    place: str,
+    name: str,
+    rate: float | Tensor,
+    weight_decay: float,
+    decay_mask: DecayMask,
+    options: Mapping[str, object],
 ) -> dict[str, Any]:
     """The options under torch's names, checked by the rules of `create_optimizer`.
 
@@ -69,6 +74,12 @@ def check(
         ConfigurationError: a keyword is unknown, or a value is out of range.
     """
     checked = checked_options(name, options, place)
+    if isinstance(rate, Tensor):
+        if rate.ndim or not rate.is_floating_point():
+            raise ConfigurationError(
+                "needs a number, or a floating-point tensor of shape ()", place, learning_rate=rate
+            )
+        rate = 1.0  # its value is not read: that may wait for a device, and inside torch.func it cannot be read
     check_rates(rate, weight_decay, place)
     if isinstance(decay_mask, (bool, str)):
         raise ConfigurationError(

@@ -28,7 +28,7 @@ class SGD(FunctionalOptimizer):
     (tensor([-0.1900]), tensor([1.9000]))
 
     Args:
-        learning_rate: the rate of a new state; `update` uses the state's.
+        learning_rate: the rate of a new state; `update` uses the state's. A tensor of shape () gets a gradient.
         weight_decay: an L2 penalty.
         decay_mask: which parameters decay; None means all.
 
@@ -36,7 +36,7 @@ class SGD(FunctionalOptimizer):
         ConfigurationError: a value is out of range.
     """
 
-    learning_rate: float
+    learning_rate: float | Tensor
     _: KW_ONLY
     momentum: float = 0.0
     dampening: float = 0.0

@@ -36,7 +36,7 @@ class Trees(NamedTuple):
 
 
 def new_state(
-    place: str, params: PyTree, learning_rate: float, averages: Sequence[str], mask: DecayMask
+    place: str, params: PyTree, learning_rate: float | Tensor, averages: Sequence[str], mask: DecayMask
 ) -> OptimizerState:
     """The state before the first update.
 
@@ -58,7 +58,8 @@ def new_state(
             )
     own.decays(mask)
     trees = {name: own.structure.unflatten([torch.zeros_like(leaf) for leaf in own.leaves]) for name in averages}
-    return {"learning_rate": learning_rate, "step": 0, **trees}
+    rate = learning_rate if isinstance(learning_rate, Tensor) else float(learning_rate)
+    return {"learning_rate": rate, "step": 0, **trees}
 
 
 def open_trees(

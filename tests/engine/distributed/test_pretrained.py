@@ -13,10 +13,18 @@ import torch
 from torch import nn
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import CheckpointError, ConfigurationError, DPOStrategy, TorchBackend, pretrained
+from pulsetrain.engine import (
+    CheckpointError,
+    ConfigurationError,
+    DPOStrategy,
+    PulsetrainError,
+    TorchBackend,
+    pretrained,
+)
 from pulsetrain.engine.checkpoint import safetensors_file
 from pulsetrain.engine.distributed.saved_shards import sharded_like
 from pulsetrain.engine.distributed.shards import local
+from pulsetrain.handlers import Checkpointer
 from tests.support.pretrained import backend_of, saved, tensors, trainer_of
 from tests.support.ranks import in_processes
 
@@ -348,3 +356,33 @@ def test_a_buffer_that_transformers_does_not_compute_is_named(tmp_path: Path, mo
     monkeypatch.setattr(transformers.LlamaPreTrainedModel, "_init_weights", lambda self, module: None)
     with pytest.raises(ConfigurationError, match=r"model\.rotary_emb\.inv_freq"):
         pretrained(saved("llama", tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_in_shards_do_not_resume_over_another_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    saved("llama", tmp_path / "base")
+    saved("llama", tmp_path / "other", seed=1)
+
+    def start(base: str, layout: str, epochs: int) -> Trainer:
+        torch.manual_seed(5)
+        model = pretrained(tmp_path / base, adapters=ADAPTERS)
+        return trainer_of(tmp_path, layout, Checkpointer(tmp_path / "run"), model=model, max_epochs=epochs)
+
+    run("shards", lambda: start("base", "shards", 1).train()["train/loss"])
+
+    def resumed(base: str, layout: str) -> str:
+        try:
+            start(base, layout, 2).train(resume="latest")
+        except PulsetrainError as error:
+            return f"{type(error).__name__}: {error}"
+        return "trained"
+
+    main, other = run("shards", lambda: resumed("other", "shards"))
+    assert main.startswith(
+        "CheckpointError: the frozen weights of the model are not those that the checkpoint's adapters"
+    )
+    assert other != "trained"
+    assert run("shards", lambda: resumed("base", "shards")) == ["trained", "trained"]
+    assert resumed("base", "one") == "trained"

@@ -31,4 +31,5 @@ def test_the_engine_looks_for_a_pulse_where_there_is_one_alone():
     (pulses, looked), other = (each.value for each in in_processes(run))
     assert (pulses, looked) == other
     assert {1, 50, 100, 120} <= set(pulses) <= {*range(1, 6), 50, 100, 120}
-    assert set(looked) <= {*pulses, *(each + 1 for each in pulses)}
+    log_points = (50, 100, 120)  # before which the strategy's metrics are asked for
+    assert set(looked) <= {*pulses, *(each + 1 for each in pulses), *(each - 1 for each in log_points)}
