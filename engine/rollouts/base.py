@@ -219,7 +219,10 @@ class Rollouts:
         size = self.rows // self._batches
         start = index * size
         self._given += 1
-        return self._batch_of(self.sharing.part_of_batch(self._order[start : start + size]))
+        whole = self.strategy.minibatch(self._batch_of(self._order[start : start + size]))
+        if self.sharing.rank.count == 1:
+            return whole
+        return {name: self.sharing.part_of_batch(each) if each.ndim else each for name, each in whole.items()}
 
     def _batch_of(self, indices: Tensor) -> dict[str, Tensor]:
         assert self._rows is not None
@@ -243,7 +246,9 @@ class Rollouts:
         except BaseException:
             self.rollouts -= 1  # it was not used: if training continues, the rollout starts again
             raise
-        self._rows = self.strategy.learn_from(rollout, self.kl_coef)
+        rows = self.strategy.learn_from(rollout, self.kl_coef)
+        numbers = self.strategy.scheduled(self.rollouts - 1)
+        self._rows = rows | {name: rollout["rewards"].new_tensor(value) for name, value in numbers.items()}
         self._report(Events.ROLLOUT_COMPLETED, metrics, seconds=time.perf_counter() - start)
 
     def _announce_rewards(self, rewards: Tensor) -> None:
@@ -311,7 +316,9 @@ class Rollouts:
         assert self.kl_coef is not None
         divergence = self.trainer.state.metrics.get("rollout/reference_kl", metrics["policy/kl"])
         self.kl_coef = self.strategy.adapted(self.kl_coef, divergence)
-        self._report(Events.POLICY_UPDATED, {**metrics, "policy/kl_coef": self.kl_coef, "policy/epochs": float(epochs)})
+        numbers = {f"policy/{name}": value for name, value in self.strategy.scheduled(self.rollouts - 1).items()}
+        numbers |= {"policy/kl_coef": self.kl_coef, "policy/epochs": float(epochs)}
+        self._report(Events.POLICY_UPDATED, {**metrics, **numbers})
 
     def _measure(self) -> dict[str, float]:
         """The strategy's metrics over all rows, as means over actions; for texts, over generated tokens."""

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from pulsetrain.engine.step.protocols import TrainingStrategy
 from pulsetrain.engine.strategies.dpo import DPOStrategy
+from pulsetrain.engine.strategies.episodic_lstm import EpisodicLSTM
+from pulsetrain.engine.strategies.gaussian_head import GaussianHead
 from pulsetrain.engine.strategies.grpo import GRPOStrategy
 from pulsetrain.engine.strategies.ppo import PPOStrategy
 from pulsetrain.engine.strategies.pretrain import PretrainStrategy
@@ -14,7 +16,9 @@ from pulsetrain.engine.strategies.value_head import WithValueHead
 __all__ = [
     "STRATEGIES",
     "DPOStrategy",
+    "EpisodicLSTM",
     "GRPOStrategy",
+    "GaussianHead",
     "PPOStrategy",
     "PretrainStrategy",
     "SFTStrategy",
