@@ -202,12 +202,17 @@ class Rollouts:
 
     def _batches_without_end(self) -> Iterator[dict[str, Tensor]]:
         while True:
-            if self._rows is None or self._done or self._given == len(self):
+            if self.acts_next:
                 with self.trainer.as_step():  # no checkpoint meanwhile: a run cannot resume inside a rollout
                     if self._rows is not None and not self._done:
                         self._end()  # its last batch was skipped, so no iteration has ended it
                     self._roll_out()
             yield self._next_batch()
+
+    @property
+    def acts_next(self) -> bool:
+        """Whether the next batch is the first of a rollout, for which the policy acts beforehand."""
+        return self._rows is None or self._done or self._given == len(self)
 
     def _next_batch(self) -> dict[str, Tensor]:
         assert self._rows is not None

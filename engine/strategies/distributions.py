@@ -152,13 +152,12 @@ class Gaussian:
         if tuple(actions.shape) != tuple(mean.shape):
             needs = f"needs {self.size} numbers for each row of parameters"
             raise misshapen(f"{type(self).__name__}.log_probs", needs, parameters=parameters, actions=actions)
-        xp = namespace(mean, actions)
-        apart = (at_least_float32(actions) - mean) * xp.exp(-log_std)
-        return xp.sum(-0.5 * apart**2 - log_std - 0.5 * _LOG_2PI, axis=-1)
+        apart = (at_least_float32(actions) - mean) / namespace(mean, actions).exp(log_std)
+        return -0.5 * (apart * apart + 2 * log_std).sum(-1) - 0.5 * _LOG_2PI * self.size
 
     def entropy(self, parameters: Array) -> Array:
         _, log_std = self._split(parameters)
-        return namespace(log_std).sum(log_std + 0.5 * (1 + _LOG_2PI), axis=-1)
+        return log_std.sum(-1) + 0.5 * (1 + _LOG_2PI) * self.size
 
     def sample(self, parameters: Tensor) -> Tensor:
         mean, log_std = self._split(parameters)
@@ -191,14 +190,13 @@ class SquashedGaussian(Gaussian):
 
     def log_probs(self, parameters: Array, actions: Array) -> Array:
         normal = super().log_probs(parameters, actions)
-        return normal - namespace(normal).sum(_log_slope(at_least_float32(actions)), axis=-1)
+        return normal - _log_slope(at_least_float32(actions)).sum(-1)
 
     def entropy(self, parameters: Array) -> Array:
         mean, log_std = self._split(parameters)
-        xp = namespace(mean)
-        places = mean[..., None] + math.sqrt(2) * xp.exp(log_std)[..., None] * _constant(_NODES, mean)
-        slopes = xp.sum(_log_slope(places) * _constant(_WEIGHTS, mean), axis=-1) / math.sqrt(math.pi)
-        return super().entropy(parameters) + xp.sum(slopes, axis=-1)
+        places = mean[..., None] + math.sqrt(2) * namespace(mean).exp(log_std)[..., None] * _constant(_NODES, mean)
+        slopes = (_log_slope(places) * _constant(_WEIGHTS, mean)).sum(-1) / math.sqrt(math.pi)
+        return super().entropy(parameters) + slopes.sum(-1)
 
 
 def _log_slope(places: Array) -> Array:

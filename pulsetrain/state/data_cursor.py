@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from itertools import chain, islice
 from operator import itemgetter
@@ -285,7 +286,9 @@ class DataCursor:
         """Makes each batch under a seed of its own: a resume need not know what those before it have drawn."""
         seed = self._seed_of(self._loader)
         while True:
-            with rng.seeded(rng.derive(seed, self.passes, self._given)):
+            # inside a rollout nothing is drawn, and seeding takes longer than making the batch
+            draws = getattr(self._loader, "acts_next", True)
+            with rng.seeded(rng.derive(seed, self.passes, self._given)) if draws else nullcontext():
                 try:
                     batch = next(batches)
                 except StopIteration:
