@@ -34,7 +34,7 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
     ),
     "against_sb3": (
         ["--seeds", "1", "--steps", "300", "--only", "CartPole"],
-        {"CartPole: steps per CPU-second, ours / SB3": 1.3},
+        {"CartPole: steps per CPU-second, ours / SB3": 1.0},
     ),
     "against_trl": (
         ["--rounds", "1", "--updates", "2"],
@@ -163,6 +163,7 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
     "verify": (["--iterations", "40", "--rounds", "1"], {"verify / training": 1.25}),
 }
 GOALS = {  # what the design asked for, where it is not reached
+    "against_sb3": {"CartPole: steps per CPU-second, ours / SB3": 1.3},
     "language_model": dict.fromkeys(
         ("ours, share of the throughput", "ours, the demo's handlers, share of the throughput"), 0.985
     ),
