@@ -172,6 +172,9 @@ class Gaussian:
         needs = f"the means of {self.size} numbers and the logarithms of their standard deviations"
         _check_width(type(self).__name__, parameters, self.width, needs)
         wide = at_least_float32(parameters)
+        if isinstance(wide, Tensor):  # the gradient of one split, and not of two slices
+            mean, log_std = wide.chunk(2, -1)
+            return mean, log_std
         return wide[..., : self.size], wide[..., self.size :]
 
 

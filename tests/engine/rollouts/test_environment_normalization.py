@@ -131,3 +131,30 @@ def test_an_evaluation_has_the_statistics_of_wrappers_and_keeps_them():
 def test_the_options_are_true_or_false(name):
     refused = refusal(lambda: EnvironmentRollouts(Counting, **{name: 1}))
     assert refused == f"EnvironmentRollouts({name}=1): needs True or False"
+
+
+def test_a_new_run_begins_without_the_statistics_of_the_last():
+    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not there: pip install 'pulsetrain[gymnasium]'")
+    wrappers = gymnasium.wrappers
+
+    def wrapped():
+        return wrappers.NormalizeReward(wrappers.RecordEpisodeStatistics(gymnasium.make("CartPole-v1")))
+
+    from tests.support.runs_strategies import ActorCritic
+
+    rollouts = EnvironmentRollouts(wrapped, 2, 64, normalize_observations=True)
+    run = trainer({"max_updates": 1}, model=ActorCritic(), train_loader=rollouts, strategy=PPOStrategy())
+
+    def counted():
+        outer = rollouts.episodes.environments[0]
+        found = rollouts.normalization.state_dict()["observations"]["count"]
+        return found, outer.return_rms.count, outer.env.episode_count, list(outer.env.return_queue)
+
+    before = counted()
+    run.train()
+    found = counted()
+    assert found[0] == pytest.approx(128.0001)
+    assert found[1] == pytest.approx(64.0001)
+    assert found[2] == len(found[3]) > 0
+    rollouts.restart()
+    assert counted() == before == (1e-4, 1e-4, 0, [])

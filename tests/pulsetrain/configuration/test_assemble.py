@@ -118,8 +118,14 @@ class TestBuild:
         assert type(part.number) is int
 
     def test_a_schedule_of_a_policy_is_made_from_its_settings(self) -> None:
-        schedule = {"class_path": "pulsetrain.engine.schedules.Linear", "init_args": {"initial_lr": 0.2, "total_steps": 4}}
-        spec = {"class_path": "pulsetrain.engine.PPOStrategy", "init_args": {"clip_range": schedule, "entropy_coef": 0.1}}
+        schedule = {
+            "class_path": "pulsetrain.engine.schedules.Linear",
+            "init_args": {"initial_lr": 0.2, "total_steps": 4},
+        }
+        spec = {
+            "class_path": "pulsetrain.engine.PPOStrategy",
+            "init_args": {"clip_range": schedule, "entropy_coef": 0.1},
+        }
         assert instantiate(spec, "strategy").scheduled(1) == {"clip_range": 0.2 * (1 - 1 / 4)}
 
     def test_objects_inside_objects_are_made_too(self) -> None:
