@@ -16,7 +16,7 @@ from pulsetrain.engine.step.memory_settings import ActivationCheckpointing, Acti
 __all__ = ["TrainingConfig"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-BOUNDS = ("max_epochs", "max_iterations", "max_updates", "max_tokens")
+BOUNDS = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "max_environment_steps")
 
 # Keywords that the trainer passes itself, or knows by another name than torch does, and the settings to use instead.
 _OWN = {name: (f"is a setting of its own; set {{{name}}}", (name,)) for name in (
@@ -62,6 +62,7 @@ class TrainingConfig:
         max_iterations: length in batches [None].
         max_updates: length in optimizer steps [None].
         max_tokens: length in predicted tokens; the batch that reaches it is the last [None].
+        max_environment_steps: length in steps of EnvironmentRollouts; the rollout that reaches it is the last [None].
         optimizer: adamw, adam, sgd (momentum 0.9) ...; the Trainer also takes instances and factories ['adamw'].
         learning_rate: peak rate, above 0; None: 0.001, or that of an optimizer that the Trainer is given [None].
         weight_decay: weight decay, 0 or more; None: 0, or that of an optimizer that the Trainer is given [None].
@@ -98,6 +99,7 @@ class TrainingConfig:
     max_iterations: int | None = None
     max_updates: int | None = None
     max_tokens: int | None = None
+    max_environment_steps: int | None = None
     optimizer: str = "adamw"
     learning_rate: float | None = None
     weight_decay: float | None = None

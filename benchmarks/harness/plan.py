@@ -20,6 +20,7 @@ SHORT: dict[str, list[str]] = {
 }
 # sizes for which a figure is promised and which take longer than a run of all benchmarks should
 FULL: dict[str, list[str]] = {
+    "against_sb3": ["--seeds", "10", "--steps", "100000"],
     "checkpoint": ["--megabytes", "500", "--seconds", "60"],
     "recorder": ["--log-events", "1e7"],
     "scale": ["--events", "1e7"],

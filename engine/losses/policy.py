@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from types import ModuleType
 
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.arrays import Array, at_least_float32, misshapen, namespace, stop_gradient
+from pulsetrain.engine.arrays import Array, at_least_float32, is_array, misshapen, namespace, stop_gradient
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses.masks import check_mask, check_same_shapes, constant, mean_of, zero_outside
 from pulsetrain.engine.losses.shapes import require
@@ -23,7 +24,7 @@ def ppo_policy_loss(
     log_probs: Array,
     old_log_probs: Array,
     advantages: Array,
-    clip_range: float = 0.2,
+    clip_range: float | Array = 0.2,
     mask: Array | None = None,
     clip_range_high: float | None = None,
 ) -> Array:
@@ -44,6 +45,7 @@ def ppo_policy_loss(
         old_log_probs: the same under the policy that took the actions, same shape.
         advantages: the same shape, or with size 1 in dimensions that share an advantage: (batch, 1) with (batch,
             length).
+        clip_range: how far r may fall; an array of shape () where it follows a schedule, which is not checked.
         mask: true where an action counts; values elsewhere are ignored and may be nan.
         clip_range_high: how far r may rise; None means clip_range.
 
@@ -279,7 +281,7 @@ def mean_over_replies(
 def clip_fraction(
     log_probs: Array,
     old_log_probs: Array,
-    clip_range: float,
+    clip_range: float | Array,
     mask: Array | None = None,
     clip_range_high: float | None = None,
     *,
@@ -356,7 +358,7 @@ def _check_normalization(place: str, normalization: str, max_length: int | None)
         require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
 
 
-def _surrogate(log_ratio: Array, advantages: Array, low: float, high: float) -> Array:
+def _surrogate(log_ratio: Array, advantages: Array, low: float | Array, high: float | Array) -> Array:
     """`max(-A r, -A clip(r))` of each."""
     xp = namespace(log_ratio, advantages)
     # decided before `exp`: if it overflows, the gradient of a clipped ratio would be 0 times inf
@@ -366,15 +368,26 @@ def _surrogate(log_ratio: Array, advantages: Array, low: float, high: float) -> 
     return -advantages * xp.where(above, 1 + high, xp.where(below, 1 - low, free))
 
 
-def _log(ratio: float) -> float:
+def _log(ratio: float | Array) -> float | Array:
+    if not isinstance(ratio, float):
+        return namespace(ratio).log(ratio)
     return math.log(ratio) if ratio > 0 else -math.inf
 
 
-def _ranges(place: str, clip_range: float, clip_range_high: float | None) -> tuple[float, float]:
-    _check_range(place, "clip_range", clip_range)
+def _ranges(
+    place: str, clip_range: float | Array, clip_range_high: float | None
+) -> tuple[float | Array, float | Array]:
     high = clip_range if clip_range_high is None else clip_range_high
-    _check_range(place, "clip_range_high", high)
-    return float(clip_range), float(high)
+    for name, value in (("clip_range", clip_range), ("clip_range_high", high)):
+        if _is_number(value):
+            _check_range(place, name, value)
+    low, high = (float(each) if _is_number(each) else each for each in (clip_range, high))
+    return low, high
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is checked: an array follows a schedule, and may have no value yet, inside `jax.jit`."""
+    return isinstance(value, Real) or not is_array(value)
 
 
 def _check_range(place: str, argument: str, value: float) -> None:

@@ -131,7 +131,9 @@ class Rollouts:
     def rows_of(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows that batches are made from, with the strategy's advantages."""
         assert self.kl_coef is not None
-        return self.strategy.learn_from(rollout, self.kl_coef)
+        rows = self.strategy.learn_from(rollout, self.kl_coef)
+        numbers = self.strategy.scheduled(self.rollouts - 1)
+        return rows | {name: rollout["rewards"].new_tensor(value) for name, value in numbers.items()}
 
     # ------------------------------------------------------------------------------------------------- for the trainer
 
@@ -216,12 +218,17 @@ class Rollouts:
 
     def _batches_without_end(self) -> Iterator[dict[str, Tensor]]:
         while True:
-            if self._rows is None or self._done or self._given == len(self):
+            if self.acts_next:
                 with self.trainer.as_step():  # no checkpoint meanwhile: a run cannot resume inside a rollout
                     if self._rows is not None and not self._done:
                         self._end()  # its last batch was skipped, so no iteration has ended it
                     self._roll_out()
             yield self._next_batch()
+
+    @property
+    def acts_next(self) -> bool:
+        """Whether the next batch is the first of a rollout, for which the policy acts beforehand."""
+        return self._rows is None or self._done or self._given == len(self)
 
     def _next_batch(self) -> dict[str, Tensor]:
         assert self._rows is not None
@@ -233,7 +240,10 @@ class Rollouts:
         size = self.rows // self._batches
         start = index * size
         self._given += 1
-        return self._batch_of(self.sharing.part_of_batch(self._order[start : start + size]))
+        whole = self.strategy.minibatch(self._batch_of(self._order[start : start + size]))
+        if self.sharing.rank.count == 1:
+            return whole
+        return {name: self.sharing.part_of_batch(each) if each.ndim else each for name, each in whole.items()}
 
     def _batch_of(self, indices: Tensor) -> dict[str, Tensor]:
         assert self._rows is not None
@@ -325,7 +335,9 @@ class Rollouts:
         assert self.kl_coef is not None
         divergence = self.trainer.state.metrics.get("rollout/reference_kl", metrics["policy/kl"])
         self.kl_coef = self.strategy.adapted(self.kl_coef, divergence)
-        self._report(Events.POLICY_UPDATED, {**metrics, "policy/kl_coef": self.kl_coef, "policy/epochs": float(epochs)})
+        numbers = {f"policy/{name}": value for name, value in self.strategy.scheduled(self.rollouts - 1).items()}
+        numbers |= {"policy/kl_coef": self.kl_coef, "policy/epochs": float(epochs)}
+        self._report(Events.POLICY_UPDATED, {**metrics, **numbers})
 
     def _measure(self) -> dict[str, float]:
         """The strategy's metrics over all rows, as means over actions; for texts, over generated tokens."""

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_type, check_whole_number
+from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
+from pulsetrain.engine.rollouts.actor import Actor, is_recurrent
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
+from pulsetrain.engine.rollouts.episodes import Episodes
+from pulsetrain.engine.rollouts.makers import EnvironmentMaker
+from pulsetrain.engine.rollouts.normalization import Normalization
+from pulsetrain.engine.rollouts.spaces import distribution_of
 from pulsetrain.engine.step.model_call import eval_mode
-from pulsetrain.engine.strategies.language import logits_of, values_of
+from pulsetrain.engine.strategies.distributions import Categorical
 from pulsetrain.engine.strategies.ppo import PPOStrategy
 
 __all__ = ["EnvironmentRollouts"]
 
-_EVALUATION = 1 << 32  # the first index of environments for evaluation
+_EVALUATION = 1 << 32  # the first number of environments for evaluation
 
 
 class EnvironmentRollouts(Rollouts):
-    """Steps of a policy with discrete actions in several environments.
+    """Steps of a policy in several environments.
 
     A rollout is `steps` steps in each environment; episodes continue from one rollout to the next. The model receives
-    observations, float32 of shape (environments, ...), and returns logits of shape (environments, actions) and values
-    of shape (environments,). A truncated episode is credited with the value of its last observation.
+    observations, float32 of shape (environments, ...), those of a Dict space by name as keyword arguments. It returns
+    the parameters of the distribution of actions, shape (environments, width), and values of shape (environments,):
+
+    - Discrete actions: a logit for each; MultiDiscrete and MultiBinary: the logits of all choices, one after the other;
+    - a Box: the means, then the logarithms of standard deviations (`GaussianHead`). Actions are clipped to the bounds,
+      or squashed into them with `PPOStrategy(distribution="squashed_gaussian")`.
+
+    A truncated episode is credited with the value of its last observation. A recurrent policy, whose model has
+    `initial_state(count)`, receives and returns its state, too (docs/strategies.md), and rows are sequences.
 
     Each episode is reset with its own seed, derived from the run's. A checkpoint stores the actions of unfinished
-    episodes, and resuming replays them: environments that depend only on seed and actions continue exactly.
+    episodes and the statistics of wrappers, and resuming repeats the actions: environments that depend only on seed and
+    actions continue exactly, others are refused.
 
     ROLLOUT_COMPLETED reports "rollout/reward" per step, and if episodes have ended, the means "rollout/return" and
-    "rollout/length", and "rollout/episodes".
+    "rollout/length", and "rollout/episodes", all of rewards as the environment gave them.
 
     >>> class Corridor:  # observe the position, move right (1) or stay (0), five steps
     ...     action_space = type("Discrete", (), {"n": 2})()
@@ -49,10 +62,16 @@ class EnvironmentRollouts(Rollouts):
     32
 
     Args:
-        environment: a name registered with gymnasium, or a function that creates an environment.
-        environments: the number of environments that are stepped together.
+        environment: a name registered with gymnasium, or a function that creates an environment, or a vector of several
+            that does not reset by itself (autoreset_mode=AutoresetMode.DISABLED).
+        environments: the number of environments that are stepped together; None: 8, or that of a vector.
         steps: the steps of a rollout in each environment.
         options: keywords for gymnasium.make.
+        vectorization: "sync" or "async" steps a named environment by gymnasium.make_vec, in one process or in one for
+            each.
+        normalize_observations: shift and scale each entry to mean 0 and variance 1 over all steps so far, in -10 .. 10.
+        normalize_rewards: divide by the standard deviation of discounted returns so far, in -10 .. 10.
+        sequence_length: steps of a row of a recurrent policy; a divisor of `steps`. None: all.
 
     Raises:
         ConfigurationError: a number is out of range, gymnasium is not installed or does not know the name, or the
@@ -62,117 +81,165 @@ class EnvironmentRollouts(Rollouts):
     def __init__(
         self,
         environment: str | Callable[[], Any],
-        environments: int = 8,
+        environments: int | None = None,
         steps: int = 128,
         options: Mapping[str, Any] | None = None,
+        *,
+        vectorization: str | None = None,
+        normalize_observations: bool = False,
+        normalize_rewards: bool = False,
+        sequence_length: int | None = None,
     ) -> None:
-        for name, value in (("environments", environments), ("steps", steps)):
-            check_whole_number("EnvironmentRollouts", name, value)
-        self._make = _maker(environment, dict(options or {}))
-        self.environments, self.steps = environments, steps
-        self._lanes: list[_Lane] = []
-        made = [self._make() for _ in range(environments)]
-        for each in made:
-            _check_spaces(each)
-        if len({id(each) for each in made}) < environments:
-            raise ConfigurationError(
-                "the function returns the same environment again; let it create a new one each time",
-                "EnvironmentRollouts",
-                environment=environment,
-            )
-        self._lanes = [_Lane(each, index) for index, each in enumerate(made)]
-        self._actions = int(self._lanes[0].environment.action_space.n)
+        place = "EnvironmentRollouts"
+        check_whole_number(place, "environments", environments, or_none=True)
+        check_whole_number(place, "steps", steps)
+        check_whole_number(place, "sequence_length", sequence_length, or_none=True)
+        check_bool(place, "normalize_observations", normalize_observations)
+        check_bool(place, "normalize_rewards", normalize_rewards)
+        self.steps, self.sequence_length = steps, sequence_length
+        if sequence_length is not None and steps % sequence_length:
+            raise refused(self, "needs a divisor of {steps}", "sequence_length", "steps")
+        self._maker = EnvironmentMaker(environment, dict(options or {}), vectorization)
+        self.episodes: Episodes = self._maker.episodes(environments)
+        self.environments, self._space = self.episodes.count, self.episodes.space
+        self._actions = distribution_of(self._maker.action_space)
+        shapes = self._space.shapes if normalize_observations else {}
+        self.normalization = Normalization(shapes, self.environments if normalize_rewards else None)
+        self._actor: Actor | None = None
         super().__init__()
 
     @property
     def rows(self) -> int:
+        return self.steps_per_rollout // self._length
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """The steps of a rollout in all environments."""
         return self.environments * self.steps
+
+    @property
+    def environment_steps(self) -> int:
+        """The steps of all rollouts that have been learnt from."""
+        return max(0, self.rollouts - (0 if self._done else 1)) * self.steps_per_rollout
+
+    @property
+    def _length(self) -> int:
+        """The steps of a row."""
+        recurrent = self._trainer is not None and is_recurrent(self._trainer.model)
+        return (self.sequence_length or self.steps) if recurrent else 1
 
     def restart(self) -> None:
         super().restart()
-        for lane in self._lanes:
-            lane.restart()
+        self.episodes.restart()
+        self.normalization.restart()
+        self._actor = None
 
     def begin(self, trainer: PolicyTrainer) -> None:
-        if not isinstance(trainer.strategy, PPOStrategy):
+        strategy = trainer.strategy
+        if not isinstance(strategy, PPOStrategy):
             raise ConfigurationError(
-                f"EnvironmentRollouts: {type(trainer.strategy).__name__} learns from texts; use PPOStrategy"
+                f"EnvironmentRollouts: {type(strategy).__name__} learns from texts; use PPOStrategy"
             )
+        if self.sequence_length is not None and not is_recurrent(trainer.model):
+            rule = (
+                f"{type(trainer.model).__name__} is not recurrent: it has no method initial_state(count); leave it out"
+            )
+            raise refused(self, rule, "sequence_length")
+        self._actions = distribution_of(self._maker.action_space, strategy.distribution)
+        if self._actions.distribution.is_continuous and strategy.temperature != 1.0:
+            rule = "divides logits, and these actions are continuous; leave it out, and start with another log_std"
+            raise refused(strategy, rule, "temperature")
+        strategy.bind_environment(self._actions.distribution)
+
+    def _new_actor(self, count: int) -> Actor:
+        return Actor(self.act, self.trainer.model, count, self.trainer.backend.device)
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        lanes, device = self._lanes, self.trainer.backend.device
-        for lane in lanes:
-            lane.seed = self.seed
-            lane.begin()
-        returns: list[float] = []
-        lengths: list[int] = []
+        episodes, device = self.episodes, self.trainer.backend.device
+        actor = self._actor = self._actor or self._new_actor(self.environments)
+        episodes.seed = self.seed
+        gained, lengths, earned = [], [], []
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        for _ in range(self.steps):
-            seen = torch.stack([lane.observation for lane in lanes])
-            if not seen.isfinite().all():
-                index = int((~seen.flatten(1).isfinite()).any(1).nonzero()[0])
-                raise ValueError(
-                    f"EnvironmentRollouts: environment {index} returned an observation that is not finite: "
-                    f"{reprlib.repr(seen[index].tolist())}; fix the environment"
-                )
-            observations = seen.to(device)
-            outputs = self.act(observations)
+        for place in range(self.steps):
+            fields, starts = self._observe(episodes, update=True), episodes.starts
+            if actor.is_recurrent:
+                for number, each in enumerate(actor.state if place % self._length == 0 else ()):
+                    parts[f"state/{number}"].append(each)
+                fields["starts"] = torch.from_numpy(starts).to(device)
+            outputs = actor.step(self._space.inputs(fields), starts)
             actions, log_probs = self._choose(outputs)
-            rewards, dones = torch.zeros(len(lanes)), torch.zeros(len(lanes), dtype=torch.bool)
-            cut_off: list[tuple[int, Tensor]] = []
-            for index, (lane, action) in enumerate(zip(lanes, actions.tolist(), strict=True)):
-                rewards[index], terminated, truncated = lane.step(action)
-                dones[index] = terminated or truncated
-                if truncated and not terminated:
-                    cut_off.append((index, lane.observation))
-                if terminated or truncated:
-                    returns.append(lane.gained)
-                    lengths.append(len(lane.actions))
-                    lane.next_episode()
+            found = episodes.step(self._actions.for_environment(actions))
+            dones, rewards = found.dones, torch.from_numpy(found.rewards).float()
+            earned.append(rewards)
+            scaled = self.normalization.rewards(found.rewards, dones, self._gamma)
             step = {
-                "observations": observations, "actions": actions, "log_probs": log_probs,
-                "values": values_of(outputs, actions.shape), "rewards": rewards.to(device), "dones": dones.to(device),
-                "truncation_values": self._truncation_values(cut_off, device),
+                **fields, "actions": actions, "log_probs": log_probs, "values": outputs[1],
+                "rewards": torch.from_numpy(scaled).float().to(device), "dones": torch.from_numpy(dones).to(device),
+                "truncation_values": self._truncation_values(actor, found.truncated & ~found.terminated),
             }  # fmt: skip
             for name, value in step.items():
                 parts[name].append(value)
-        last = torch.stack([lane.observation for lane in lanes]).to(device)
-        parts["values"].append(values_of(self.act(last), (len(lanes),)))
+            for index in np.flatnonzero(dones).tolist():
+                gained.append(episodes.current[index].gained)
+                lengths.append(len(episodes.current[index].actions))
+                episodes.next_episode(index)
+        last = self._observe(episodes)
+        parts["values"].append(actor.values(self._space.inputs(last), episodes.starts))
         rollout = {name: torch.stack(each) for name, each in parts.items()}
-        metrics = {"rollout/reward": rollout["rewards"].mean().item()}
-        if returns:
-            metrics["rollout/return"] = sum(returns) / len(returns)
+        metrics = {"rollout/reward": torch.stack(earned).mean().item()}
+        if gained:
+            metrics["rollout/return"] = sum(gained) / len(gained)
             metrics["rollout/length"] = sum(lengths) / len(lengths)
-        return rollout, {**metrics, "rollout/episodes": float(len(returns))}
+        return rollout, {**metrics, "rollout/episodes": float(len(gained))}
 
-    def _choose(self, outputs: object) -> tuple[Tensor, Tensor]:
-        """Actions drawn from the policy, and their log-probabilities."""
-        logits = self.strategy.scores(outputs)
-        if logits.ndim != 2 or logits.shape[1] != self._actions or not logits.isfinite().all():
+    @property
+    def _gamma(self) -> float:
+        strategy = self.strategy
+        assert isinstance(strategy, PPOStrategy)
+        return strategy.gamma
+
+    def _observe(self, episodes: Episodes, *, update: bool = False) -> dict[str, Tensor]:
+        """The latest observations as the model receives them, by their flat names; new episodes begin."""
+        episodes.begin()
+        self._space.check_finite(episodes.seen)
+        return self._tensors(episodes, update)
+
+    def _tensors(self, episodes: Episodes, update: bool = False) -> dict[str, Tensor]:
+        arrays = self.normalization.observations(episodes.seen, update=update)
+        return {name: torch.tensor(each, device=self.trainer.backend.device) for name, each in arrays.items()}
+
+    def _choose(self, outputs: object, greedy: bool = False) -> tuple[Tensor, Tensor]:
+        """Actions drawn from the policy, or the most likely ones, and their log-probabilities."""
+        distribution = self._actions.distribution
+        parameters = self.strategy.scores(outputs)
+        if parameters.ndim != 2 or parameters.shape[1] != distribution.width or not parameters.isfinite().all():
+            kind = "parameters" if distribution.is_continuous else "logits"
             raise ValueError(
-                f"EnvironmentRollouts: the policy returned logits of shape {tuple(logits.shape)}"
-                f"{'' if logits.isfinite().all() else ' that are not finite'}; needs finite numbers, shape "
-                f"(environments, actions), and this environment has {self._actions} actions"
+                f"EnvironmentRollouts: the policy returned {kind} of shape {tuple(parameters.shape)}"
+                f"{'' if parameters.isfinite().all() else ' that are not finite'}; needs finite numbers, shape "
+                f"(environments, {'actions' if isinstance(distribution, Categorical) else distribution.width}), and "
+                f"this environment has {self._actions.described}"
             )
-        actions = torch.multinomial(logits.float().softmax(-1), 1).squeeze(-1)
+        actions = distribution.mode(parameters) if greedy else distribution.sample(parameters)
         return actions, self.strategy.action_log_probs(outputs, actions)
 
-    def _truncation_values(self, cut_off: list[tuple[int, Tensor]], device: torch.device) -> Tensor:
+    def _truncation_values(self, actor: Actor, cut_off: np.ndarray) -> Tensor:
         """The values of the last observations of truncated episodes; 0 for the other environments."""
-        worth = torch.zeros(self.environments, device=device)
-        if cut_off:
+        worth = torch.zeros(self.environments, device=self.trainer.backend.device)
+        if cut_off.any():
             # one batch of the usual shape, for which a compiled model is already compiled
-            last = torch.stack([lane.observation for lane in self._lanes])
-            for index, observation in cut_off:
-                last[index] = observation
-            values = values_of(self.act(last.to(device)), (self.environments,))
-            indices = torch.tensor([index for index, _ in cut_off], device=device)
-            worth[indices] = values[indices].to(worth.dtype)
+            inputs = self._space.inputs(self._tensors(self.episodes))
+            values = actor.values(inputs, np.zeros(self.environments, bool))
+            worth = torch.where(torch.from_numpy(cut_off).to(worth.device), values.to(worth.dtype), worth)
         return worth
 
     @torch.no_grad()
     def evaluate(self, episodes: int = 20, *, greedy: bool = True, seed: int | None = None) -> list[float]:
         """The returns of whole episodes in a separate environment; it does not affect the rollouts.
+
+        Statistics with which observations or rewards are normalised are those of the rollouts so far (of wrappers:
+        those of the first environment) and do not change. Returns are of rewards as the environment, with its wrappers,
+        gives them.
 
         Args:
             episodes: the number of episodes.
@@ -180,166 +247,60 @@ class EnvironmentRollouts(Rollouts):
             seed: the environment's seed; None derives one from the run's that no rollout uses.
         """
         check_whole_number("EnvironmentRollouts.evaluate", "episodes", episodes)
-        lane = _Lane(self._make(), _EVALUATION)
-        lane.seed = self.seed if seed is None else seed
-        returns: list[float] = []
+        played = self._maker.episodes_to_evaluate(_EVALUATION)
+        played.seed = self.seed if seed is None else seed
         try:
+            played.adopt_statistics(self.episodes)
             with rng.preserve_rng(), eval_mode(self.trainer.model):
-                rng.seed_everything(rng.derive(lane.seed, _EVALUATION))
-                for _ in range(episodes):
-                    lane.next_episode()
-                    lane.begin()
-                    over = False
-                    while not over:
-                        outputs = self.act(lane.observation.unsqueeze(0).to(self.trainer.backend.device))
-                        action = logits_of(outputs).argmax(-1) if greedy else self._choose(outputs)[0]
-                        _, terminated, truncated = lane.step(int(action))
-                        over = terminated or truncated
-                    returns.append(lane.gained)
+                rng.seed_everything(rng.derive(played.seed, _EVALUATION))
+                return self._play(played, episodes, greedy)
         finally:
-            close = getattr(lane.environment, "close", None)
-            if callable(close):
-                close()
-        return returns
+            played.close()
+
+    def _play(self, played: Episodes, number: int, greedy: bool) -> list[float]:
+        """The returns of that many episodes, of which each environment plays the same number, or one more."""
+        actor, count = self._new_actor(played.count), played.count
+        left = [number // count + (index < number % count) for index in range(count)]
+        returns: list[list[float]] = [[] for _ in range(count)]
+        for index in range(count):
+            played.next_episode(index)
+        while any(left):
+            outputs = actor.step(self._space.inputs(self._observe(played)), played.starts)
+            actions, _ = self._choose(outputs, greedy)
+            found = played.step(self._actions.for_environment(actions))
+            for index in np.flatnonzero(found.dones).tolist():
+                if left[index]:
+                    returns[index].append(played.current[index].gained)
+                    left[index] -= 1
+                played.next_episode(index)
+        return [each for those in returns for each in those]
+
+    def close(self) -> None:
+        """Closes the environments, and the processes of an asynchronous vector."""
+        self.episodes.close()
 
     def progress(self) -> dict[str, Any]:
-        return {"lanes": [lane.state_dict() for lane in self._lanes]}
+        return {
+            "lanes": self.episodes.state_dicts(),
+            "wrappers": self.episodes.whole_statistics(),
+            "normalization": self.normalization.state_dict(),
+            "policy_state": list(self._actor.state) if self._actor is not None else [],
+        }
 
     def resume(self, progress: Mapping[str, Any]) -> None:
-        if len(progress["lanes"]) != len(self._lanes):
+        if len(progress["lanes"]) != self.environments:
             raise CheckpointError(
                 f"the checkpoint has {len(progress['lanes'])}; resume with the same number",
                 "EnvironmentRollouts",
                 environments=self.environments,
             )
-        for lane, state in zip(self._lanes, progress["lanes"], strict=True):
-            if lane.seed != self.seed:
-                lane.seed = self.seed
-                lane.restart()
-            lane.load_state_dict(state)
-
-
-class _Lane:
-    """One environment with the seed and the actions of its episode, which restore it to its current state."""
-
-    def __init__(self, environment: Any, index: int) -> None:
-        self.environment, self.index = environment, index
-        self.seed = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Returns to the state before the first episode."""
-        self.episode = -1
-        self.next_episode()
-
-    def next_episode(self) -> None:
-        """Ends the episode; `begin` starts the next."""
-        self.episode += 1
-        self.actions: list[int] = []
-        self.gained = 0.0
-        self._begun = False
-
-    @property
-    def observation(self) -> Tensor:
-        """The latest observation, float32."""
-        self.begin()
-        # a copy: an environment may write the next observation into the same array
-        return torch.as_tensor(self._observation).to(torch.float32, copy=True)
-
-    def begin(self) -> None:
-        """Resets the environment if the episode has not started."""
-        if not self._begun:
-            # numpy, which seeds most environments, accepts any whole number, but some environments only 32 bits
-            seed = rng.derive(self.seed, self.index, self.episode) % 2**31
-            self._observation, _ = self.environment.reset(seed=seed)
-            self._begun = True
-
-    def step(self, action: int) -> tuple[float, bool, bool]:
-        """The reward, whether the episode has terminated, and whether it was truncated."""
-        found = self.environment.step(action)
-        if len(found) != 5:
-            raise TypeError(
-                f"EnvironmentRollouts: the environment's step() returned {len(found)} values; needs (observation, "
-                "reward, terminated, truncated, info), as in gymnasium"
-            )
-        self._observation, reward, terminated, truncated, _ = found
-        self.actions.append(action)
-        self.gained += float(reward)
-        return float(reward), bool(terminated), bool(truncated)
-
-    def state_dict(self) -> dict[str, Any]:
-        seen = self.observation if self._begun else None
-        return {"episode": self.episode, "actions": torch.tensor(self.actions, dtype=torch.int64), "observation": seen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replays the episode's actions.
-
-        Raises:
-            CheckpointError: the observation differs: the environment depends on more than seed and actions.
-        """
-        actions, seen = state["actions"].tolist(), state["observation"]
-        same = self._begun and seen is not None and (self.episode, self.actions) == (state["episode"], actions)
-        if same and torch.equal(self.observation, seen):
-            return  # already in this state: a resume loads a state several times, and an episode may be long
-        self.episode = state["episode"] - 1
-        self.next_episode()
-        if seen is None:
-            return
-        self.begin()
-        for action in actions:
-            self.step(action)
-        if not torch.equal(self.observation, seen):
-            raise CheckpointError(
-                f"EnvironmentRollouts: environment {self.index} returned a different observation after the same seed "
-                f"and the same {len(self.actions)} actions of episode {self.episode}: it depends on more than those; "
-                "let its reset(seed=...) seed everything it draws from"
-            )
-
-
-def _maker(environment: str | Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
-    if not isinstance(environment, str):
-        needs = "a name, or a function that creates a new environment at each call"
-        check_type("EnvironmentRollouts", "environment", environment, Callable, needs)
-        if options:
-            raise ConfigurationError(
-                "only apply to gymnasium.make; use them in the function that creates the environment",
-                "EnvironmentRollouts",
-                options=options,
-            )
-        return environment
-    try:
-        import gymnasium
-    except ImportError:
-        raise ConfigurationError(
-            "gymnasium is not installed; "
-            "pip install 'pulsetrain[gymnasium]', or pass a function that creates an environment",
-            "EnvironmentRollouts",
-            environment=environment,
-        ) from None
-    try:
-        gymnasium.spec(environment)
-    except gymnasium.error.Error as error:
-        raise ConfigurationError(f"{error}", "EnvironmentRollouts", environment=environment) from None
-    return lambda: gymnasium.make(environment, **options)
-
-
-def _check_spaces(environment: Any) -> None:
-    lacking = [
-        name for name in ("action_space", "observation_space", "reset", "step") if not hasattr(environment, name)
-    ]
-    if lacking:
-        raise TypeError(
-            f"EnvironmentRollouts: {type(environment).__name__} has no {', '.join(lacking)}; needs an environment with "
-            "gymnasium's interface"
-        )
-    actions, observations = environment.action_space, environment.observation_space
-    # a space of several simultaneous actions may have an `n` too
-    if not hasattr(actions, "n") or getattr(actions, "shape", None) or int(getattr(actions, "start", 0)) != 0:
-        raise ConfigurationError(
-            f"EnvironmentRollouts: the environment's actions are {actions}; needs discrete actions numbered from 0"
-        )
-    if not getattr(observations, "shape", None) or getattr(observations, "dtype", None) is None:
-        raise ConfigurationError(
-            f"EnvironmentRollouts: the environment's observations are {observations}; needs arrays of numbers "
-            "(use gymnasium.wrappers.FlattenObservation)"
-        )
+        self.normalization.load_state_dict(progress.get("normalization", {}))
+        if self.episodes.seed != self.seed:
+            self.episodes.seed = self.seed
+            self.episodes.restart()
+        self.episodes.load_state_dicts(progress["lanes"])
+        self.episodes.load_whole_statistics(progress.get("wrappers", []))
+        state = progress.get("policy_state", [])
+        self._actor = self._new_actor(self.environments) if state else None
+        if self._actor is not None:
+            self._actor.state = tuple(each.to(self.trainer.backend.device) for each in state)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from pulsetrain.engine.step.protocols import TrainingStrategy
 from pulsetrain.engine.strategies.dpo import DPOStrategy
+from pulsetrain.engine.strategies.episodic_lstm import EpisodicLSTM
+from pulsetrain.engine.strategies.gaussian_head import GaussianHead
 from pulsetrain.engine.strategies.grpo import GRPOStrategy
 from pulsetrain.engine.strategies.kto import KTOStrategy
 from pulsetrain.engine.strategies.ppo import PPOStrategy
@@ -18,7 +20,9 @@ __all__ = [
     "STRATEGIES",
     "CPOStrategy",
     "DPOStrategy",
+    "EpisodicLSTM",
     "GRPOStrategy",
+    "GaussianHead",
     "KTOStrategy",
     "ORPOStrategy",
     "PPOStrategy",

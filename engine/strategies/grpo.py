@@ -225,9 +225,9 @@ class GRPOStrategy(PolicyStrategy):
             self.kl_coef if "reference_log_probs" in targets else 0.0, ratio=self.ratio, objective=self.objective,
         )  # fmt: skip
 
-    def _clip_fraction(self, log_probs: Array, old: Array, mask: Array | None) -> Array:
+    def _clip_fraction(self, log_probs: Array, old: Array, mask: Array | None, clip_range: float | Array) -> Array:
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        low = 1.0 if self.objective == "cispo" else self.clip_range  # no ratio is below 1 - 1.0
+        low = 1.0 if self.objective == "cispo" else clip_range  # no ratio is below 1 - 1.0
         return clip_fraction(log_probs, old, low, mask, high, ratio=self.ratio)
 
 

@@ -11,7 +11,7 @@ from pulsetrain.engine.arrays import Array, on_host
 from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
 from pulsetrain.engine.losses.masks import mean_of, zero_outside
 from pulsetrain.engine.losses.tokens import token_log_probs
-from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
+from pulsetrain.engine.step.protocols import TrainingBatch, Tree
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
 
@@ -21,6 +21,8 @@ _REMEDY = (
     "pulsetrain.engine.rollouts makes such batches: give the Trainer EnvironmentRollouts or TextRollouts as its "
     "train_loader"
 )
+
+_NUMBERS = ("kl_coef", "clip_range", "entropy_coef")  # of a whole rollout, shape ()
 
 
 class PolicyStrategy(WithReference):
@@ -45,6 +47,7 @@ class PolicyStrategy(WithReference):
     needs_values = False  # whether the model must return a value besides the logits of each action
     group_size = 1  # answers to one prompt
     _row_fields: tuple[str, ...] = ("log_probs", "advantages")  # that a batch needs besides inputs and actions
+    _remedy = _REMEDY
 
     def __init__(
         self,
@@ -87,6 +90,10 @@ class PolicyStrategy(WithReference):
         """
         return token_log_probs(self.scores(outputs), actions)
 
+    def entropies(self, outputs: object) -> Array:
+        """The entropies of the distributions of actions or tokens, in nats."""
+        return entropy(self.scores(outputs))
+
     def scores(self, outputs: object) -> Array:
         """The logits from which actions are drawn, after the temperature."""
         logits = logits_of(outputs)
@@ -112,6 +119,14 @@ class PolicyStrategy(WithReference):
         """
         raise NotImplementedError
 
+    def minibatch(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of a whole batch, before several processes share them out, as they are to be used."""
+        return rows
+
+    def scheduled(self, rollouts: int) -> dict[str, float]:
+        """The numbers that follow a schedule, by their names, after this number of rollouts."""
+        return {}
+
     @property
     def can_learn_in_one_pass(self) -> bool:
         """Whether rows that are used once need no log-probabilities besides those of the pass that trains."""
@@ -136,14 +151,14 @@ class PolicyStrategy(WithReference):
         """
         if isinstance(batch, TrainingBatch):
             return batch
-        text = isinstance(batch, Mapping) and "observations" not in batch
+        text = isinstance(batch, Mapping) and not any(str(name).startswith("observations") for name in batch)
         targets = {name: self._field(batch, name, _REMEDY) for name in self._row_fields}
-        targets |= {name: batch[name] for name in ("log_probs", "kl_coef") if name in batch and name not in targets}
+        targets |= {name: batch[name] for name in ("log_probs", *_NUMBERS) if name in batch and name not in targets}
         rows, inputs = self._seen(batch, targets, check) if text else self._observed(batch, targets)
         shape = targets["actions"].shape
         for name, value in targets.items():
-            if name != "kl_coef":
-                self._check_shape(name, value, shape, _REMEDY, "actions", shape[:1])
+            if name not in _NUMBERS:
+                self._check_shape(name, value, shape, _REMEDY, "actions", shape[:1], shape[:-1])
             if value.is_floating_point() and (check or on_host(value)) and not value.isfinite().all():
                 wrong = int((~value.isfinite()).sum())
                 raise ValueError(
@@ -173,14 +188,9 @@ class PolicyStrategy(WithReference):
         targets["actions"], targets["mask"] = tokens[:, 1:], mask
         return tokens.shape[0], self._inputs(tokens[:, :-1])
 
-    def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tensor]:
-        observations = self._field(batch, "observations", _REMEDY)
-        targets["actions"] = actions = self._field(batch, "actions", _REMEDY)
-        if actions.ndim != 1 or actions.is_floating_point():
-            raise TypeError(
-                f"{self._place}: 'actions' is {describe(actions)}; needs the numbers of actions, shape (rows,)"
-            )
-        return observations.shape[0], observations
+    def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tree]:
+        """The rows of steps in environments and the model's inputs; adds their actions to the targets."""
+        raise NotImplementedError
 
     def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
         """Rejects actions that the model has no logits for; it waits for the device.
@@ -197,14 +207,15 @@ class PolicyStrategy(WithReference):
         targets = batch.targets
         log_probs = self.action_log_probs(outputs, targets["actions"])
         old, mask = targets.get("log_probs", log_probs), targets.get("mask")
+        clip_range = targets.get("clip_range", self.clip_range)
         return {
             "kl": divergence(old, log_probs, mask),
-            "clip_fraction": self._clip_fraction(log_probs, old, mask),
-            "entropy": mean_of(entropy(self.scores(outputs)), mask),
+            "clip_fraction": self._clip_fraction(log_probs, old, mask, clip_range),
+            "entropy": mean_of(self.entropies(outputs), mask),
         }
 
-    def _clip_fraction(self, log_probs: Array, old: Array, mask: Array | None) -> Array:
-        return clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high)
+    def _clip_fraction(self, log_probs: Array, old: Array, mask: Array | None, clip_range: float | Array) -> Array:
+        return clip_fraction(log_probs, old, clip_range, mask, self.clip_range_high)
 
 
 def divergence(old: Array, log_probs: Array, mask: Array | None) -> Array:

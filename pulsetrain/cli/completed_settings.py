@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "training.max_iterations": None,
     "training.max_updates": None,
     "training.max_tokens": None,
+    "training.max_environment_steps": None,
     "training.optimizer": (
         "adadelta",
         "adagrad",

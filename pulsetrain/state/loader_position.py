@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -41,12 +42,14 @@ class LoaderPosition:
             batches = iter(loader)
             self.anchor = saved or LoaderState(deepcopy(loader.state_dict()), 0)
         self.given = self.anchor.given
-        return self._give(batches, seed, number)
+        return self._give(loader, batches, seed, number)
 
-    def _give(self, batches: Iterator[object], seed: int, number: int) -> Iterator[object]:
+    def _give(self, loader: object, batches: Iterator[object], seed: int, number: int) -> Iterator[object]:
         """Makes each batch under a seed of its own: a resume need not know what those before it have drawn."""
         while True:
-            with rng.seeded(rng.derive(seed, number, self.given)):
+            # inside a rollout nothing is drawn, and seeding takes longer than making the batch
+            draws = getattr(loader, "acts_next", True)
+            with rng.seeded(rng.derive(seed, number, self.given)) if draws else nullcontext():
                 try:
                     batch = next(batches)
                 except StopIteration:

@@ -79,6 +79,8 @@ class RunDriver:
     def attach(self, engine: Engine) -> None:
         engine.bus.subscribe(Events.STARTED, self._reseed, sender=engine, phase=Phase.COMPUTE, order=FIRST)
         engine.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
+        if self._length.config.max_environment_steps is not None:
+            engine.add_event_handler(Events.POLICY_UPDATED, self._stop_at_environment_steps)
         engine.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
 
     @property
@@ -289,6 +291,12 @@ class RunDriver:
             engine.terminate(reason=reason, observed=True)
         elif event.payload.rank is None:  # else all ranks have agreed
             self._agreement.ask(reason, observed=True, signal=event.payload.signal)
+
+    def _stop_at_environment_steps(self, engine: Engine) -> None:
+        """Only a whole rollout is learnt from; a target_kl may end one after any of its epochs."""
+        reason = self._length.reached(engine.state)
+        if reason is not None:
+            Engine.terminate(engine, reason=reason)
 
     def _finish(self) -> None:
         """At the run's end, report what no log point has; a run that reached its bound ends with a validation."""

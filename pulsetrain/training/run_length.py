@@ -48,14 +48,14 @@ class RunLength:
         self.counts_updates = config.max_updates is not None and (rule.tokens is not None or optimizers > 1)
         self.counted = config.max_tokens is not None or self.counts_updates  # see reached()
         self.epoch_length = length_of(loader)
-        self._loader = loader
+        self._loader: Any = loader
         self._tokens_a_batch: float | None = None
 
     @property
     def max_epochs(self) -> int | None:
         """The bound in epochs, or None if another bound is set."""
         config = self.config
-        others = (config.max_iterations, config.max_updates, config.max_tokens)
+        others = (config.max_iterations, config.max_updates, config.max_tokens, config.max_environment_steps)
         return config.max_epochs or (1 if all(other is None for other in others) else None)
 
     @property
@@ -76,6 +76,9 @@ class RunLength:
             assert self.config.max_updates is not None
             updates = math.ceil(self.config.max_updates / self._optimizers)
             return self.accumulate.batches_in(updates, self._tokens_a_batch)
+        if self.config.max_environment_steps is not None:
+            rollouts = math.ceil(self.config.max_environment_steps / self._loader.steps_per_rollout)
+            return None if self.epoch_length is None else rollouts * self.epoch_length
         if self.config.max_tokens is None:
             return self.max_iterations
         return math.ceil(self.config.max_tokens / self._tokens_a_batch) if self._tokens_a_batch else None
@@ -100,6 +103,9 @@ class RunLength:
             raise refused(config, rule, "max_tokens")
         if config.max_tokens is not None and tokens >= config.max_tokens:
             return f"max_tokens={config.max_tokens} was reached"
+        steps = config.max_environment_steps
+        if steps is not None and self._loader.environment_steps >= steps:
+            return f"max_environment_steps={steps} was reached"
         if self.counts_updates and config.max_updates is not None and state.update >= config.max_updates:
             return f"max_updates={config.max_updates} was reached"
         return None
@@ -123,7 +129,12 @@ class RunLength:
         Raises:
             ConfigurationError: it would end before its first update, or needs to read an iterator twice.
         """
-        config, total = self.config, self.total_iterations
+        config = self.config
+        if config.max_environment_steps is not None and not hasattr(self._loader, "environment_steps"):
+            kind = type(self._loader).__name__
+            rule = f"needs EnvironmentRollouts as the train_loader, and this is {kind}; {_OTHER_BOUNDS}"
+            raise refused(config, rule, "max_environment_steps")
+        total = self.total_iterations
         if self.epoch_length == 0:
             raise ConfigurationError(
                 "has no batches; a DataLoader with drop_last drops a short one", "Trainer", train_loader=...

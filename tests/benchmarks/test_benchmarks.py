@@ -32,6 +32,10 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
         ["--events", "5000"],
         {"first difference, in the middle, ms": 50.0, "first difference, near the end, ms": 50.0},
     ),
+    "against_sb3": (
+        ["--seeds", "1", "--steps", "300", "--only", "CartPole"],
+        {"CartPole: steps per CPU-second, ours / SB3": 1.0},
+    ),
     "against_trl": (
         ["--rounds", "1", "--updates", "2"],
         {"TRL / ours, SFT": 1.2, "TRL / ours, DPO": 1.2, "TRL / ours, GRPO": 1.1},
@@ -159,6 +163,7 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
     "verify": (["--iterations", "40", "--rounds", "1"], {"verify / training": 1.25}),
 }
 GOALS = {  # what the design asked for, where it is not reached
+    "against_sb3": {"CartPole: steps per CPU-second, ours / SB3": 1.3},
     "language_model": dict.fromkeys(
         ("ours, share of the throughput", "ours, the demo's handlers, share of the throughput"), 0.985
     ),
@@ -177,6 +182,7 @@ GOALS = {  # what the design asked for, where it is not reached
     "verify": {"verify / training": 1.03},
 }
 PACKAGES = {
+    "against_sb3": ["stable_baselines3", "gymnasium"],
     "against_trl": ["trl", "transformers", "datasets"],
     "backends": ["jax"],
     "cartpole": ["gymnasium"],
@@ -225,7 +231,7 @@ def test_wrong_input_is_rejected_with_what_would_be_right(arguments: list[str]):
     command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert any(remedy in done.stderr for remedy in ("choose from against_trl", "a form of --check", "need its name"))
+    assert any(remedy in done.stderr for remedy in ("choose from against_sb3", "a form of --check", "need its name"))
 
 
 @pytest.mark.slow

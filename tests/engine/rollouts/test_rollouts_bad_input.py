@@ -10,6 +10,7 @@ from torch import nn
 
 from pulsetrain.engine import GRPOStrategy, PPOStrategy, SFTStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
+from pulsetrain.engine.schedules import Exponential, Linear
 from tests.support.models import trainer
 from tests.support.models_language import Short, Valued, assert_refused, refusal
 from tests.support.rollouts import Counting, Policy, Space
@@ -315,7 +316,7 @@ def test_without_gymnasium_the_extra_is_named(monkeypatch):
 SPACES = [
     (Space(shape=(2,)), Space(shape=(2,), dtype="float32"), "actions are"),
     (Space(n=3, start=1), Space(shape=(2,), dtype="float32"), "actions are"),
-    (Space(n=3, shape=(3,)), Space(shape=(2,), dtype="float32"), "actions are"),  # several at a time
+    (Space(spaces=()), Space(shape=(2,), dtype="float32"), "actions are"),
     (Space(n=2), Space(n=16, shape=()), "observations are"),
     (Space(n=2), Space(spaces=()), "observations are"),
 ]
@@ -333,14 +334,17 @@ def test_spaces_that_are_not_served_are_refused(actions, observations, message):
     assert "; needs " in refused
 
 
-@pytest.mark.parametrize("name", ["Pendulum-v1", "MultiBinary"])
-def test_continuous_actions_and_several_at_a_time_are_refused(name):
-    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not there: pip install 'pulsetrain[gymnasium]'")
+SCHEDULES = [
+    (lambda: PPOStrategy(clip_range=Linear(1.0, 9)), "PPOStrategy(clip_range=1.0): needs a positive number below 1"),
+    (lambda: PPOStrategy(entropy_coef="0.1"), "PPOStrategy(entropy_coef='0.1'): needs a finite number of at least 0"),
+    (
+        lambda: PPOStrategy(clip_range=Exponential(0.5, 2.0)).scheduled(2),
+        "PPOStrategy(clip_range=Exponential(initial_lr=0.5, gamma=2.0)): is 2.0 after 2 rollouts; needs a number of at "
+        "least 0 and below 1",
+    ),
+]
 
-    class Several(Counting):
-        def __init__(self):
-            super().__init__()
-            self.action_space = gymnasium.spaces.MultiBinary(3)
 
-    refused = refusal(lambda: EnvironmentRollouts(name if name == "Pendulum-v1" else Several))
-    assert "needs discrete actions numbered from 0" in refused
+@pytest.mark.parametrize(("make", "message"), SCHEDULES, ids=[message for _, message in SCHEDULES])
+def test_schedules_out_of_range_are_refused(make, message):
+    assert refusal(make) == message

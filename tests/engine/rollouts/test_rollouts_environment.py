@@ -125,7 +125,7 @@ def test_each_episodes_seed_is_derived_from_the_runs():
     def seeds(seed):
         run, _, _ = run_of(updates=2, seed=seed)
         run.train()
-        return [lane.environment.seeds for lane in run.train_loader._lanes]
+        return [each.seeds for each in run.train_loader.episodes.environments]
 
     first = seeds(1)
     assert first == seeds(1)

@@ -6,12 +6,13 @@ from torch import nn
 
 from pulsetrain.engine import DPOStrategy, Every, GRPOStrategy, PPOStrategy
 from pulsetrain.engine.errors import CheckpointError
-from pulsetrain.engine.rollouts import TextRollouts
+from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
 from pulsetrain.engine.strategies import WithValueHead, answers, language
 from pulsetrain.handlers import Checkpointer
 from tests.support.formulas import IGNORED
 from tests.support.models import trainer
 from tests.support.models_language import PAIRS, TOKENS, Mean, Short, Valued, assert_refused, refusal, run_of
+from tests.support.rollouts import Counting, Policy
 
 
 def texts(strategy, model):
@@ -167,3 +168,23 @@ def test_a_pair_with_only_one_answer_adds_no_gradient_if_values_are_unchecked(mo
     assert one.abs().max() > 0.01
     torch.testing.assert_close(gradient({**pairs, f"{side}_labels": masked}), one / 2)
     assert not torch.allclose(gradient(pairs), one / 2)
+
+
+def test_in_environments_no_reference_is_kept_and_no_divergence_is_penalised_by_default():
+    for given, coefficient in ((None, 0.0), (0.3, 0.3)):
+        strategy = PPOStrategy(given)
+        assert strategy.has_reference
+        run = trainer({}, model=Policy(), train_loader=EnvironmentRollouts(Counting, 2, 4), strategy=strategy)
+        assert (strategy.kl_coef, strategy.has_reference) == (coefficient, False)
+        assert strategy.state_dict() == {"reference": None}
+        run.train()
+        assert run.history["policy/kl_coef"] == [coefficient]
+    adaptive = PPOStrategy(adaptive_kl=0.1)
+    trainer({}, model=Policy(), train_loader=EnvironmentRollouts(Counting, 2, 4), strategy=adaptive)
+    assert adaptive.kl_coef == 0.1
+
+
+def test_over_texts_the_reference_and_its_weight_are_there_by_default():
+    strategy = PPOStrategy()
+    texts(strategy, Valued())
+    assert (strategy.kl_coef, strategy.has_reference) == (0.1, True)

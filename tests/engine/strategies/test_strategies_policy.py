@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from pulsetrain.engine import GRPOStrategy, PPOStrategy
+from pulsetrain.engine.schedules import Linear
+from pulsetrain.engine.strategies.distributions import Gaussian
 from tests.support import formulas
 from tests.support.formulas import ROWS, STRATEGY_RUNS, assert_is, assert_near
 
@@ -56,14 +58,16 @@ def advantages_of(rollout, gamma, lam):
     return found
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("normalize", ["rollout", True, False])
 def test_rows_of_steps_have_the_advantages_and_returns_of_each_environment(normalize):
     rollout = steps_of(0)
     rows = PPOStrategy(gamma=0.9, lam=0.8, normalize_advantages=normalize).learn_from(rollout, 0.25)
     advantages = advantages_of(rollout, 0.9, 0.8)
     values = rollout["values"][:-1].numpy()
     assert_near(rows["returns"].numpy(), (advantages + values).reshape(-1), 1e-12)
-    assert_near(rows["advantages"].numpy(), (normal(advantages) if normalize else advantages).reshape(-1), 1e-12)
+    assert_near(
+        rows["advantages"].numpy(), (normal(advantages) if normalize == "rollout" else advantages).reshape(-1), 1e-12
+    )
     assert_near(rows["values"].numpy(), values.reshape(-1), 1e-12)
     for name in ("observations", "actions", "log_probs"):
         assert torch.equal(rows[name], torch.cat(list(rollout[name])))
@@ -124,6 +128,76 @@ def test_steps_are_learnt_by_the_clipped_losses_the_entropy_and_the_divergence(l
     assert metrics == pytest.approx(parts(logits, values)[1], abs=2e-6)
     assert 0 < metrics["clip_fraction"] < 1
     assert strategy.prepare_batch(rows).size == STEPS * ENVIRONMENTS
+
+
+@pytest.mark.parametrize("normalize", ["minibatch", "rollout", True, False])
+def test_advantages_are_normalised_over_the_minibatches_of_steps_and_the_rollouts_of_texts(normalize):
+    strategy = PPOStrategy(gamma=0.9, lam=0.8, normalize_advantages=normalize)
+    steps = strategy.learn_from(steps_of(0), 0.0)
+    size = ENVIRONMENTS * STEPS // 3
+    part = {name: value[:size] for name, value in steps.items()}
+    advantages = part["advantages"].numpy()
+    by_minibatch = normalize in ("minibatch", True)
+    found = strategy.minibatch(part)
+    assert_near(found["advantages"].numpy(), normal(advantages) if by_minibatch else advantages, 1e-12)
+    assert found.keys() == part.keys()
+    assert torch.equal(found["returns"], part["returns"])
+    texts = strategy.learn_from(texts_of(0), 0.3)
+    mask = texts["completion_mask"].numpy()[:, 1:]
+    advantages = texts["advantages"].numpy()
+    expected = normal(advantages, mask) if normalize == "minibatch" else advantages
+    assert_near(strategy.minibatch(texts)["advantages"].numpy(), expected, 1e-12)
+
+
+def gaussian_log_probs(parameters, actions):
+    mean, log_std = numpy.split(parameters, 2, -1)
+    return (-0.5 * ((actions - mean) / numpy.exp(log_std)) ** 2 - log_std - 0.5 * numpy.log(2 * numpy.pi)).sum(-1)
+
+
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
+def test_continuous_actions_are_learnt_with_ranges_and_coefficients_of_a_schedule(library, dtype):
+    options = {"kl_coef": 0.0, "clip_range": 0.15, "entropy_coef": 0.04}
+    names = {"clip_range": Linear(0.3, 2), "entropy_coef": Linear(0.08, 2)}
+    strategy = PPOStrategy(0.0, **names)
+    strategy.bind_environment(Gaussian(2))
+    assert strategy.scheduled(1) == {"clip_range": 0.15, "entropy_coef": 0.04}
+    generator = numpy.random.default_rng(3)
+    rollout = steps_of(1, dtype)
+    rollout["actions"] = torch.from_numpy(generator.normal(size=(STEPS, ENVIRONMENTS, 2)).astype(dtype))
+    rows = strategy.learn_from(rollout, 0.0)
+    rows |= {name: rows["returns"].new_tensor(value) for name, value in strategy.scheduled(1).items()}
+    parameters = 0.3 * generator.normal(size=(STEPS * ENVIRONMENTS, 4)).astype(dtype)
+    values = generator.normal(size=STEPS * ENVIRONMENTS).astype(dtype)
+    actions = rows["actions"].double().numpy()
+    here = gaussian_log_probs(parameters, actions) + 0.2 * generator.normal(size=len(parameters))
+    rows["log_probs"] = torch.from_numpy(here).to(rows["log_probs"].dtype)
+
+    def parts(parameters, values):
+        parameters = numpy.asarray(parameters, "float64")
+        entropies = (parameters[:, 2:] + 0.5 * (1 + numpy.log(2 * numpy.pi))).sum(-1)
+        log_probs = gaussian_log_probs(parameters, actions)
+        return ppo(options, log_probs, entropies, numpy.asarray(values, "float64"), rows)
+
+    metrics = assert_is(lambda *outputs: parts(*outputs)[0], strategy, rows, library, parameters, values)
+    assert metrics == pytest.approx(parts(parameters, values)[1], abs=3e-6)
+    assert 0 < metrics["clip_fraction"] < 1
+
+
+def test_sequences_keep_the_steps_of_an_environment_in_order():
+    rollout = {name: each[:6] for name, each in steps_of(2).items()}
+    rollout["values"] = steps_of(2)["values"][:7]
+    rollout["starts"] = torch.zeros(6, ENVIRONMENTS, dtype=torch.bool)
+    rollout["state/0"] = torch.arange(2 * ENVIRONMENTS * 5.0).reshape(2, ENVIRONMENTS, 5)
+    rows = PPOStrategy().learn_from(rollout, 0.0)
+    for row in range(2 * ENVIRONMENTS):
+        chunk, number = divmod(row, ENVIRONMENTS)
+        assert torch.equal(rows["observations"][row], rollout["observations"][3 * chunk : 3 * chunk + 3, number])
+        assert torch.equal(rows["actions"][row], rollout["actions"][3 * chunk : 3 * chunk + 3, number])
+        assert torch.equal(rows["state/0"][row], rollout["state/0"][chunk, number])
+    prepared = PPOStrategy().prepare_batch(rows)
+    assert prepared.size == 2 * ENVIRONMENTS
+    assert prepared.inputs["observations"].shape == (2 * ENVIRONMENTS, 3, 2)
+    assert prepared.targets["actions"].shape == (2 * ENVIRONMENTS, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------- texts

@@ -51,6 +51,17 @@ class TestBuild:
         assert (part.number, part.ratio, part.size, part.options) == (1000, 3e-4, Size(2), {"class_path": "kept"})
         assert type(part.number) is int
 
+    def test_a_schedule_of_a_policy_is_made_from_its_settings(self) -> None:
+        schedule = {
+            "class_path": "pulsetrain.engine.schedules.Linear",
+            "init_args": {"initial_lr": 0.2, "total_steps": 4},
+        }
+        spec = {
+            "class_path": "pulsetrain.engine.PPOStrategy",
+            "init_args": {"clip_range": schedule, "entropy_coef": 0.1},
+        }
+        assert instantiate(spec, "strategy").scheduled(1) == {"clip_range": 0.2 * (1 - 1 / 4)}
+
     def test_objects_inside_objects_are_made_too(self) -> None:
         inner = {"class_path": f"{__name__}.Part", "init_args": {"number": 2}}
         assert made(other=inner).other.number == 2
