@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -67,9 +67,25 @@ class _Recomputed:
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         buffers = _Buffers(self.module, self._changes)
         if self._selecting is None:
-            return buffers.noted(nullcontext()), buffers.as_before(nullcontext())
+            return buffers.noted(nullcontext()), _EachTime(partial(buffers.as_before, nullcontext()))
         saving, reading = self._selecting()
-        return buffers.noted(saving), buffers.as_before(reading)
+        return buffers.noted(saving), _EachTime(partial(buffers.as_before, reading))
+
+
+class _EachTime(AbstractContextManager[None]):
+    """A new context each time: a graph that is kept computes again in each of its backward passes."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        made = self._make()
+        made.__enter__()
+        self._entered.append(made)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 class _Buffers:

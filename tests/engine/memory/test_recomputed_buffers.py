@@ -198,3 +198,29 @@ def test_a_buffer_that_is_none_until_the_first_pass_is_none_in_both():
             return y * self.sum.sigmoid()
 
     assert_alike(Summed, [torch.randn(5, 6) for _ in range(3)])
+
+
+def twice(model, inputs):
+    loss = model(inputs).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradient_penalty(model, inputs):
+    """As of Gulrajani et al. 2017: a gradient of a gradient."""
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    (gradient.norm(dim=-1) - 1).square().mean().backward()
+
+
+@pytest.mark.parametrize("learn", [twice, gradient_penalty])
+def test_several_backward_passes_through_one_graph_compute_again_each_time(learn):
+    found = []
+    for recomputes in (False, True):
+        model = remembering()
+        if recomputes:
+            recompute_activations(model, "[01]")
+        torch.manual_seed(1)
+        learn(model, torch.randn(5, 6, requires_grad=True))
+        found.append([each.grad for each in model.parameters() if each.grad is not None] + list(model.buffers()))
+    assert len(found[0]) == len(found[1]) > 6
+    assert all(map(torch.equal, *found))
