@@ -268,7 +268,12 @@ class FunctionalBackend(Trees, ValueBackend):
         if not is_array(factor):
             return self.map(lambda each: each * factor, gradients)
         xp = namespace(factor)
-        return self.map(lambda each: each * xp.astype(factor, each.dtype), gradients)
+
+        def times(each: Array) -> Array:
+            wide = at_least_float32(each)  # half precision would round the factor
+            return xp.astype(wide * xp.astype(factor, wide.dtype), each.dtype, copy=False)
+
+        return self.map(times, gradients)
 
     def factor(self, value: Array) -> Array:
         """A factor as an array of this backend; None for 1."""

@@ -142,7 +142,7 @@ class MegatronBackend(TorchBackend):
         self._uncompared = None if mesh is None else mesh[TENSOR].get_group()
         made = optimizer.build(module)
         if is_sharded(module):
-            self._check_sharded(strategy, made)
+            self.check_sharded(strategy, made)
         return InPlaceStore(self, module, made)
 
     def build(self, model: object) -> nn.Module:

@@ -88,11 +88,11 @@ def _nothing(outputs: Tree) -> Tensor:
 
 
 def _ratio(size: float | Tensor, whole: float | Tensor, like: Tensor) -> float | Tensor:
-    """In the loss's own dtype: a quotient of counts on a device would be rounded to float32."""
+    """In the loss's own dtype; divided in float64, since half precision would round the counts."""
     if not isinstance(size, Tensor) and not isinstance(whole, Tensor):
         return size / whole
-    part, total = (torch.as_tensor(each, device=like.device).to(like.dtype) for each in (size, whole))
-    return part / torch.where(total > 0, total, torch.ones_like(total))
+    part, total = (torch.as_tensor(each, device=like.device).double() for each in (size, whole))
+    return (part / torch.where(total > 0, total, torch.ones_like(total))).to(like.dtype)
 
 
 def _shapes(kind: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

@@ -150,21 +150,21 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             start_alike(module)
         made = optimizer.build(module)
         if is_sharded(module):
-            self._check_sharded(strategy, made)
+            self.check_sharded(strategy, made)
         if self.optimizer_offload is not None:
             offload_optimizer(made, self.optimizer_offload)
         return InPlaceStore(self, module, made, wraps=self.topology.virtual is None)
 
     def _make_pipeline(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The store of a model of which this process keeps some of the layers."""
-        self._check_sharded(strategy)
+        self.check_sharded(strategy)
         module = self.checked_module(model)  # where it is: the whole may not fit on the device
         self.pipeline = Pipeline(module, self.topology, self.device, self._autocast)
         if isinstance(optimizer.chosen, torch.optim.Optimizer):
             kept: dict[Tensor, Tensor] = {each: each for each in module.parameters()}
             point_at(optimizer.chosen, {**kept, **self.pipeline.replaced})
         made = optimizer.build(module)
-        self._check_sharded(strategy, made)
+        self.check_sharded(strategy, made)
         return InPlaceStore(self, module, made)
 
     def frozen_copy(self, module: nn.Module) -> nn.Module:
@@ -181,14 +181,26 @@ class TorchBackend(TorchComputation, InPlaceBackend):
         offloaded = is_sharded(module) and self.topology.offload
         fill(module, torch.device("cpu") if offloaded else self.device)
 
-    def _check_sharded(self, strategy: Strategy, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Refuse what does not work, or is not known to work, with a sharded model."""
+    def check_sharded(
+        self, strategy: Strategy, optimizer: torch.optim.Optimizer | None = None, *, pipelines: bool | None = None
+    ) -> None:
+        """Refuse what does not work, or is not known to work, with a sharded model.
+
+        Args:
+            strategy: trains it.
+            optimizer: updates it; None if it has not been made.
+            pipelines: whether each process has some of the layers; None: as the topology says.
+
+        Raises:
+            ConfigurationError: the message names all of it.
+        """
         refused: dict[str, object] = {}
         if self.scaler is not None:
             refused["precision"] = "fp16"  # each process would see the overflows of its own shard
         if self.compile:
             refused["compile"] = True
-        declared = "takes_shards" if self.topology.pipeline == 1 else "takes_pipelines"
+        pipelines = self.topology.pipeline > 1 if pipelines is None else pipelines
+        declared = "takes_pipelines" if pipelines else "takes_shards"
         binds = isinstance(strategy, BindsModel) and not getattr(strategy, declared, False)
         differentiates = self.topology.pipeline > 1 and getattr(strategy, "needs_gradients", False)
         if binds or differentiates or isinstance(strategy, AlternatingStrategy):

@@ -78,12 +78,16 @@ def shard_weights(module: nn.Module, mesh: DeviceMesh, topology: Topology, devic
     if topology.tensor > 1 and topology.shard != 1:
         options["shard_placement_fn"] = partial(_dimension_of_shards, mesh["shard"].size())
     blocks = [] if _ties_blocks(module) else _blocks(module)
-    for each in [*_of_other_types(module, blocks), *blocks, module]:
-        fully_shard(each, **options)
+    apart = {*_of_other_types(module, blocks), *blocks, module}
+    for each in reversed([*module.modules()]):  # inner ones first: a module takes what is left in it
+        if each in apart:
+            fully_shard(each, **options)
 
 
 def _of_other_types(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters have another type than most in their block: each block is gathered in one type.
+    """The modules whose parameters have another type than most in their block, and those with parameters inside them.
+
+    Each of them is gathered by itself, since what is gathered together has one type.
 
     Raises:
         ConfigurationError: a module has parameters of several types itself.
@@ -110,7 +114,8 @@ def _of_other_types(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.M
                 "Topology",
                 shard=...,
             )
-    return others[::-1]  # inner ones first
+    inside = {(part, groups[each]) for each in others for part in each.modules()}
+    return [each for each in owners if (each, groups[each]) in inside]
 
 
 def _dimension_of_shards(count: int, parameter: nn.Parameter) -> Any:

@@ -44,6 +44,12 @@ def check_batches(batch: object, group: ProcessGroup, argument: str, place: str 
         )
 
 
-def _digest(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(data)
+def _digest(tensor: Tensor) -> tuple[object, ...]:
+    values: Any = tensor.detach()  # not all layouts are in torch's stubs
+    if values.layout is torch.jagged:
+        return "jagged", _digest(values.values()), _digest(values.offsets())
+    if values.layout is not torch.strided:
+        sparse = values.to_sparse_coo().coalesce()
+        return tuple(values.shape), _digest(sparse.indices()), _digest(sparse.values())
+    data = values.cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tuple(values.shape), str(values.dtype), zlib.crc32(data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -67,9 +67,25 @@ class _Recomputed:
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         buffers = _Buffers(self.module, self._changes)
         if self._selecting is None:
-            return buffers.noted(nullcontext()), buffers.as_before(nullcontext())
+            return buffers.noted(nullcontext()), _EachTime(partial(buffers.as_before, nullcontext()))
         saving, reading = self._selecting()
-        return buffers.noted(saving), buffers.as_before(reading)
+        return buffers.noted(saving), _EachTime(partial(buffers.as_before, reading))
+
+
+class _EachTime(AbstractContextManager[None]):
+    """A new context each time: a graph that is kept computes again in each of its backward passes."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        made = self._make()
+        made.__enter__()
+        self._entered.append(made)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 class _Buffers:
@@ -85,35 +101,37 @@ class _Buffers:
 
     def __init__(self, module: nn.Module, changes: dict[_Place, bool]) -> None:
         self._module, self._changes = module, changes
-        self._before: list[tuple[nn.Module, str, Tensor]] = []
+        self._before: list[tuple[nn.Module, str, Tensor | None]] = []
 
     @contextmanager
     def noted(self, inside: AbstractContextManager[Any]) -> Iterator[None]:
         """The first pass.
 
         Raises:
-            RuntimeError: it changes a buffer that earlier ones did not change.
+            RuntimeError: it writes into a buffer that earlier ones did not change.
         """
         found = {
             (path, name, owner.training): (owner, buffer, _version(buffer))
             for path, owner in self._module.named_modules()
-            for name, buffer in owner.named_buffers(recurse=False)
+            for name, buffer in owner._buffers.items()  # noqa: SLF001  # also those that are None until the first pass
         }
         copies = _copies([buffer for place, (_, buffer, _) in found.items() if self._changes.get(place, True)])
         with inside:
             yield
         for place, (owner, buffer, version) in found.items():
             path, name, _ = place
-            now, before = getattr(owner, name), copies.get(id(buffer))
-            written = now is not buffer or _version(now) != version
-            known = self._changes.get(place)
-            if known is None and not written:  # kernels such as those of BatchNorm write without counting it
+            now, before = owner._buffers.get(name), copies.get(id(buffer))  # noqa: SLF001
+            written, known = _version(buffer) != version, self._changes.get(place)
+            changed = written or now is not buffer
+            if known is None and not changed and now is not None:
                 assert before is not None
-                written = _differs(owner, now, before)
-            self._changes[place] = bool(known) or written
+                changed = _differs(owner, now, before)
+            self._changes[place] = bool(known) or changed
             if not self._changes[place]:
                 continue
-            if before is None:
+            if before is None and not written:
+                before = buffer  # another one has taken its place, as of a table that grows
+            elif before is None:
                 raise RuntimeError(
                     f"the forward pass of {type(self._module).__name__} has changed the buffer "
                     f"{f'{path}.{name}' if path else name!r} for the first time, after passes that did not; its value "
@@ -127,7 +145,7 @@ class _Buffers:
         now = [(owner, name, getattr(owner, name)) for owner, name, _ in self._before]
         fresh = _copies([before for _, _, before in self._before])
         for owner, name, before in self._before:
-            setattr(owner, name, fresh[id(before)])
+            setattr(owner, name, fresh.get(id(before)))
         try:
             with inside:  # entered last: it counts the operators that are called
                 yield
@@ -136,21 +154,21 @@ class _Buffers:
                 setattr(owner, name, buffer)
 
 
-def _copies(buffers: Sequence[Tensor]) -> dict[int, Tensor]:
+def _copies(buffers: Sequence[Tensor | None]) -> dict[int, Tensor]:
     """By the id of each; several modules may have the same one."""
-    return {id(each): each.detach().clone() for each in buffers}
+    return {id(each): each.detach().clone() for each in buffers if each is not None}
 
 
 def _differs(owner: nn.Module, now: Tensor, before: Tensor) -> bool:
-    """Whether a module has changed a buffer; without values, whether it is one that counts batches."""
-    if now.is_meta or isinstance(now, FakeTensor):
-        return owner.training and bool(getattr(owner, "track_running_stats", False))
-    return not torch.equal(now, before)
+    """Whether a module has changed a buffer by a kernel that does not count it, as those of BatchNorm."""
+    if owner.training and getattr(owner, "track_running_stats", False):
+        return True  # though a mean of 0 may not have moved in this pass
+    return not (now.is_meta or isinstance(now, FakeTensor) or torch.equal(now, before))
 
 
-def _version(buffer: Tensor) -> int:
+def _version(buffer: Tensor | None) -> int:
     """How often it was written to; a tensor of inference mode does not count that."""
-    return 0 if buffer.is_inference() else buffer._version  # noqa: SLF001  # has no public name
+    return 0 if buffer is None or buffer.is_inference() else buffer._version  # noqa: SLF001  # has no public name
 
 
 def recompute_activations(model: nn.Module, setting: str | ActivationCheckpointing | None) -> list[str]:

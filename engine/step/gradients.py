@@ -78,9 +78,9 @@ def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiplies all gradients in place by the factor, a number or a tensor of shape ()."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if isinstance(factor, Tensor) and gradients:
-        dtypes = {each.dtype for each in gradients}
-        # of another dtype than theirs, torch would multiply them one by one
-        factor = factor.to(gradients[0].device, dtypes.pop() if len(dtypes) == 1 else factor.dtype)
+        dtypes, factor = {each.dtype for each in gradients}, factor.to(gradients[0].device)
+        if len(dtypes) == 1 and gradients[0].itemsize >= torch.float32.itemsize:
+            factor = factor.to(dtypes.pop())  # else torch multiplies one by one; half precision would round the factor
     if gradients:
         torch._foreach_mul_(gradients, factor)
 

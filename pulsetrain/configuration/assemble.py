@@ -27,7 +27,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer
 
-__all__ = ["BACKENDS", "STRATEGIES", "Assembly", "Parts", "assemble", "make_parts", "with_run_folder"]
+__all__ = ["BACKENDS", "STRATEGIES", "Assembly", "Parts", "assemble", "make_parts", "topology_of", "with_run_folder"]
 
 STRATEGIES: dict[str, Factory] = {
     **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
@@ -204,12 +204,24 @@ def _training_settings(config: Mapping[str, Any], folder: Path, resume: str | No
     return settings
 
 
-def _backend(config: Mapping[str, Any]) -> Any:
-    """The backend, which gets the topology of the section `parallel`."""
+def topology_of(config: Mapping[str, Any]) -> Topology | None:
+    """The topology of the section `parallel`; None without one.
+
+    Raises:
+        ConfigurationError: it has a wrong setting.
+    """
     given = config.get("parallel")
     if given is None:
+        return None
+    made: Topology = instantiate({"class_path": Topology, "init_args": given}, "parallel", settings="parallel")
+    return made
+
+
+def _backend(config: Mapping[str, Any]) -> Any:
+    """The backend, which gets the topology of the section `parallel`."""
+    topology = topology_of(config)
+    if topology is None:
         return instantiate(config["backend"], "backend", BACKENDS)
-    topology = instantiate({"class_path": Topology, "init_args": given}, "parallel", settings="parallel")
     backend = instantiate(config["backend"], "backend", BACKENDS, topology=topology)
     if getattr(backend, "topology", None) is not topology:
         raise ConfigurationError(

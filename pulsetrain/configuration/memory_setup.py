@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pulsetrain.configuration.assemble import Parts, make_parts, with_run_folder
+from pulsetrain.configuration.assemble import Parts, make_parts, topology_of, with_run_folder
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.engine import ConfigurationError, PulsetrainError, TorchBackend
 from pulsetrain.engine.argument_checks import check_type
@@ -46,7 +46,7 @@ def setup_without_values(config: Mapping[str, Any], base: Path) -> tuple[Setup, 
             notes.append(f"the model's constructor needs values, so it was made with them ({_reason(error)})")
             return made
 
-    parts = _parts(config, base, make_model)
+    topology, parts = topology_of(config), _parts(config, base, make_model)
     _check(parts)
     if parts.training.compile or parts.backend.requested_compile:
         notes.append("it is the estimate of the model that is not compiled, which may need more")
@@ -55,7 +55,10 @@ def setup_without_values(config: Mapping[str, Any], base: Path) -> tuple[Setup, 
     device = torch.empty(0, device=find_device(chosen)).device  # with its index
     parts = replace(parts, model=model_without_values(parts.model, mode, device))
     with mode:
-        return _setup(parts, batch, with_values=False), notes
+        setup = _setup(parts, batch, with_values=False)
+    if topology is not None and (topology.shard, topology.tensor, topology.pipeline) != (1, 1, 1):
+        setup.backend.check_sharded(parts.strategy, setup.optimizer, pipelines=topology.pipeline > 1)  # type: ignore[attr-defined]  # by _check
+    return setup, notes
 
 
 def setup_with_values(config: Mapping[str, Any], base: Path) -> Setup:

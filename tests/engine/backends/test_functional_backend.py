@@ -343,3 +343,20 @@ def test_a_backend_serves_one_trainer():
     backend.configure(BackendSettings(device="cpu"))
     with pytest.raises(ConfigurationError, match="serves another trainer already; give each Trainer a backend of its"):
         TrainerCore(backend, SupervisedStrategy(), BackendSettings(device="cpu"))
+
+
+@pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=needs_jax)])
+def test_half_precision_rounds_the_product_and_not_the_factor(library):
+    values = torch.linspace(1, 2, 200).bfloat16()
+    if library == "jax":
+        import jax.numpy as jnp
+
+        backend, gradient = JaxBackend("cpu"), jnp.asarray(values.float().numpy(), dtype=jnp.bfloat16)
+        factor = jnp.float32(1 + 3 / 1024)
+    else:
+        backend, gradient, factor = TorchBackend(functional=True, device="cpu"), values, torch.tensor(1 + 3 / 1024)
+    found = backend.scaled({"weight": gradient}, factor)["weight"]
+    assert found.dtype == gradient.dtype
+    expected = (values.float() * (1 + 3 / 1024)).bfloat16()
+    assert not torch.equal(expected, values)
+    assert found.astype("float32").tolist() == expected.tolist() if library == "jax" else torch.equal(found, expected)

@@ -18,6 +18,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "the last bit of a value": lambda rows: rows.nextafter(rows.new_tensor(1e9)),
     "its type": lambda rows: rows.float(),
     "its shape": lambda rows: rows.reshape(2, 3),
+    "its layout": lambda rows: rows.to_sparse(),
 }
 
 
@@ -27,11 +28,14 @@ def world() -> torch.distributed.ProcessGroup:
     return group
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_equal_batches_of_any_type_pass():
     def run(rank: int) -> None:
         tensors = [
             torch.tensor([1.0, torch.nan]), torch.ones(3, 2, dtype=torch.bfloat16), torch.tensor([True, False]),
-            torch.tensor(7), torch.ones(0, 4), torch.arange(6).reshape(2, 3).T,
+            torch.tensor(7), torch.ones(0, 4), torch.arange(6).reshape(2, 3).T, torch.eye(3).to_sparse(),
+            torch.eye(3).to_sparse_csr(), torch.ones(2, dtype=torch.cfloat).conj(),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         ]  # fmt: skip
         check_batches({"inputs": tensors, "name": f"of rank {rank}"}, world(), "tensor")
 
@@ -70,3 +74,17 @@ def test_the_ranks_of_a_group_are_those_among_all_processes():
         assert each.error == ""
         assert each.value.startswith("MegatronBackend(tensor=2): ")
         assert "that of rank 2 is not that of rank 1" in each.value
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_and_ragged_batches_are_compared_by_what_they_hold():
+    def run(rank: int) -> None:
+        ragged = [torch.ones(2 + rank), torch.ones(3 - rank)]  # the same values, cut elsewhere
+        for batch in (
+            torch.eye(3).flip(0) if rank else torch.eye(3),
+            torch.nested.nested_tensor(ragged, layout=torch.jagged),
+        ):
+            with pytest.raises(ConfigurationError, match="that of rank 1 is not that of rank 0"):
+                check_batches(batch if batch.is_nested else batch.to_sparse_csr(), world(), "tensor")
+
+    assert [each.error for each in in_processes(run, own_group=True)] == ["", ""]

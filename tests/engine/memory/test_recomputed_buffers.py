@@ -131,3 +131,96 @@ def test_large_buffers_that_stay_as_they_are_are_copied_once():
         masked.zero_grad()
         counts.append(counting.count)
     assert counts[0] == counts[1] + 1
+
+
+def weights_and_buffers(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def assert_alike(make, batches):
+    models = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(make(), make()))
+        if recomputes:
+            recompute_activations(models[-1], "*")
+    expected, found = (weights_and_buffers(each, batches) for each in models)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_running_statistics_that_the_first_pass_leaves_as_they_were_count_each_batch_once():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+            nn.init.zeros_(self.layer.weight)
+            nn.init.zeros_(self.layer.bias)  # the mean of the first batch is 0, which is where it begins
+
+        def forward(self, x):
+            return x + self.norm(self.layer(x))
+
+    assert_alike(Residual, [torch.randn(5, 6) for _ in range(4)])
+
+
+def test_a_table_that_grows_with_a_longer_input_is_computed_with_as_it_was():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.register_buffer("positions", torch.arange(4.0), persistent=False)
+
+        def forward(self, x):
+            if len(x) > len(self.positions):
+                self.positions = torch.arange(float(len(x)))
+            return self.layer(x) * self.positions[: len(x), None]
+
+    assert_alike(Table, [torch.randn(rows, 6) for rows in (4, 3, 9, 9, 12)])
+
+
+def test_a_buffer_that_is_none_until_the_first_pass_is_none_in_both():
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.register_buffer("sum", None)
+
+        def forward(self, x):
+            y = self.layer(x)
+            now = y.detach().mean(0)
+            self.sum = now if self.sum is None else self.sum + now
+            return y * self.sum.sigmoid()
+
+    assert_alike(Summed, [torch.randn(5, 6) for _ in range(3)])
+
+
+def twice(model, inputs):
+    loss = model(inputs).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradient_penalty(model, inputs):
+    """As of Gulrajani et al. 2017: a gradient of a gradient."""
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    (gradient.norm(dim=-1) - 1).square().mean().backward()
+
+
+@pytest.mark.parametrize("learn", [twice, gradient_penalty])
+def test_several_backward_passes_through_one_graph_compute_again_each_time(learn):
+    found = []
+    for recomputes in (False, True):
+        model = remembering()
+        if recomputes:
+            recompute_activations(model, "[01]")
+        torch.manual_seed(1)
+        learn(model, torch.randn(5, 6, requires_grad=True))
+        found.append([each.grad for each in model.parameters() if each.grad is not None] + list(model.buffers()))
+    assert len(found[0]) == len(found[1]) > 6
+    assert all(map(torch.equal, *found))

@@ -120,3 +120,21 @@ def test_a_factor_in_float64_leaves_gradients_in_their_own_type(dtypes):
         torch.testing.assert_close(
             each.grad, torch.full_like(each, 3 / 7), rtol=4 * torch.finfo(each.dtype).eps, atol=0
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_rounds_the_product_and_not_the_factor(dtype):
+    parameter = nn.Parameter(torch.zeros(200, dtype=dtype))
+    parameter.grad = torch.linspace(1, 2, 200).to(dtype)
+    factor = torch.tensor(1 + 3 * torch.finfo(dtype).eps / 8, dtype=torch.float64)  # which is 1 in this type
+    expected = (parameter.grad.double() * factor).to(dtype)
+    assert not torch.equal(expected, parameter.grad)
+    scale_grads([parameter], factor)
+    assert torch.equal(parameter.grad, expected)
+
+
+def test_a_factor_beyond_the_range_of_half_precision_keeps_its_value():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 2.0**-14)
+    scale_grads([parameter], torch.tensor(2.0**20, dtype=torch.float64))
+    assert parameter.grad.tolist() == [64.0, 64.0]

@@ -340,3 +340,29 @@ def test_a_llama_of_70_billion_parameters_is_estimated_in_2_gb(folder: Path) -> 
 def test_help_of_the_command_needs_no_torch() -> None:
     probe = "import sys; from pulsetrain.cli import main; main(['memory', '--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ("{shard: 0}", "parallel.shard"),
+        ("{shard: two}", "parallel.shard"),
+        ("{shards: 2}", "parallel"),
+    ],
+)
+def test_a_wrong_topology_is_refused_as_it_is_for_training(
+    folder: Path, capsys: Streams, parallel: str, message: str
+) -> None:
+    assert needs("--parallel", parallel) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["activation_offload", "optimizer_offload"])
+@pytest.mark.parametrize("parallel", ["{shard: 2}", "{tensor: 2}", "{pipeline: 2}"])
+def test_what_a_sharded_model_is_refused_with_is_not_estimated(
+    folder: Path, capsys: Streams, setting: str, parallel: str
+) -> None:
+    assert needs("--parallel", parallel, f"--training.{setting}", "host") == 2
+    assert f"{setting}=" in (error := capsys.readouterr().err)
+    assert "is not known to work with a sharded model" in error
+    assert needs("--parallel", "{replicate: 2}", f"--training.{setting}", "host") == 0

@@ -290,3 +290,48 @@ def test_a_module_with_parameters_of_several_types_is_refused_before_training():
     for each in in_processes(run):
         assert each.error == "", each.error
         assert "Topology(shard): Mixed has parameters of several types, torch.float32 and torch.bfloat16" in each.value
+
+
+class Scaled(nn.Module):
+    """Has a parameter in float32 beside modules in float64."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.inside = nn.Parameter(torch.ones(4)), nn.ModuleList(inside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale.double()
+        for each in self.inside:
+            x = each(x).tanh()
+        return x
+
+
+def of_two_types(place: str) -> nn.Module:
+    torch.manual_seed(0)
+    if place == "around blocks":
+        return nn.ModuleDict({"scaled": Scaled(*[nn.Linear(4, 4).double() for _ in range(2)])})
+    blocks = [Scaled(nn.Linear(4, 4).double()) for _ in range(2)]
+    return nn.ModuleDict({"blocks": nn.Sequential(*[nn.Sequential(each, nn.Linear(4, 4).double()) for each in blocks])})
+
+
+class Headed(nn.Module):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.body, self.head = of_two_types(place), nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.body.values():
+            x = each(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("place", ["in blocks", "around blocks"])
+def test_a_module_with_a_parameter_of_another_type_than_what_is_in_it_is_sharded(place: str):
+    def run(rank: int, backend: Any) -> dict[str, Any]:
+        return trained(make_with(Headed(place), DataLoader(double(16), 4), DataLoader(double(9), 2), backend=backend))
+
+    one = run(0, None)
+    for each in in_processes(lambda rank: run(rank, sharded())):
+        assert each.error == ""
+        assert each.value["sharded"]
+        assert apart(each.value, one) < 1e-6  # of float32
