@@ -43,12 +43,12 @@ class Net(nn.Module):
         return output
 
 
-def flip(tensor: torch.Tensor) -> None:
-    tensor.view(-1).view(torch.int32)[0] ^= 1  # its lowest bit
+def flip(tensor: torch.Tensor, bit: int = 0) -> None:
+    tensor.view(-1).view(torch.int32)[0] ^= 1 << bit
 
 
 def flip_a_weight(trainer: Trainer) -> None:
-    flip(trainer.model.layers[1].weight.data)
+    flip(trainer.model.layers[1].weight.data, bit=4)  # on some processors, the next updates would round the lowest off
 
 
 def flip_a_moment(trainer: Trainer) -> None:
