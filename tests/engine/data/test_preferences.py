@@ -237,7 +237,7 @@ def test_judged_chats_are_learnt_in_their_last_turn():
         ),
         (lambda: pad_pairs([{"input_ids": [1], "labels": [1]}]), "examples[0]): lacks 'chosen_input_ids', it has inpu"),
         (lambda: pad_pairs([[1, 2]]), "pad_pairs(examples[0]): needs a mapping, not list"),
-        (lambda: pad_unpaired([{"input_ids": [1, 2], "labels": [1, 2]}]), "examples[0]): 'desirable' is None; needs True"),
+        (lambda: pad_unpaired([{"input_ids": [1, 2], "labels": [1, 2]}]), "examples[0]): 'desirable' is None; needs T"),
         (
             lambda: pad_pairs(from_preferences([{**PAIR, "margin": 1.0}, PAIR], encode_bytes)),
             "pad_pairs(examples[1]): lacks one of margin, which others have",

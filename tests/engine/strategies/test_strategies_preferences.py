@@ -302,6 +302,7 @@ def test_options_of_kto_are_checked(options, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: DPOStrategy(reference_free="no"), r"DPOStrategy\(reference_free='no'\): needs True or False"),
         (lambda: CPOStrategy(0), r"CPOStrategy\(beta=0\): needs a positive number"),
         (lambda: CPOStrategy(sft_weight=-1), r"CPOStrategy\(sft_weight=-1\): needs a finite number of at least 0"),
         (lambda: CPOStrategy(loss_type="simpo"), r"dpo_loss\(loss_type='simpo'\): unknown"),
