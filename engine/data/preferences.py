@@ -169,7 +169,8 @@ def pad_unpaired(
     """Pads judged answers on the right to rows of one length; a DataLoader's `collate_fn`.
 
     The batch also has each prompt with the answer to the prompt before it, for the divergence that `KTOStrategy`
-    estimates: "kl_input_ids" and "kl_labels". A single example is combined with itself.
+    estimates: "kl_input_ids" and "kl_labels". A single example is combined with itself. Shuffle the examples, so that
+    answers to one prompt do not follow each other.
 
     >>> examples = [{"input_ids": [1, 2], "labels": [-100, 2], "desirable": True},
     ...             {"input_ids": [3, 4, 5], "labels": [-100, 4, 5], "desirable": False}]

@@ -182,7 +182,7 @@ def _groups(
     """The functions for the rewards, and these by group, shape (prompts, group_size), as constants.
 
     The first reward of each group is subtracted from the group, which leaves differences unchanged. Otherwise the mean
-    of equal rewards could be rounded, and the rounding error divided by itself or by a small number.
+    of equal rewards could be rounded, and the rounding error divided by a standard deviation of 0 plus 1e-4.
     """
     _check_group_size(place, group_size)
     check_choice(place, "scale", scale, scales)

@@ -314,7 +314,7 @@ def test_a_reward_of_small_spread_counts_as_much_as_one_of_large_spread():
 @pytest.mark.parametrize("library", EVERY)
 @pytest.mark.parametrize("group_size", [3, 7, 8])
 def test_equal_rewards_have_no_advantage_whatever_their_size(library, group_size):
-    # their mean is rounded, and the rounding error must not be divided by itself
+    # their mean is rounded, and the rounding error must not be divided by 1e-4
     (rewards,) = rounded("float32", numpy.random.default_rng(0).uniform(0, 1e4, 200).repeat(group_size))
     column, weight, given = arrays_of(library, rewards[:, None], numpy.ones(1, "float32"), rewards)
     found = [grpo_advantages(given, group_size, scale) for scale in ("group", "batch", "none")]
