@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number, is_number
 from pulsetrain.engine.data.chat import ASSISTANT, Encoder, Message, Template, tokenize_chat, tokenize_prompt
 from pulsetrain.engine.data.sequences import IGNORED, Example, pad_examples
 from pulsetrain.engine.errors import ConfigurationError
@@ -42,7 +44,7 @@ def from_preferences(
     Args:
         rows: a row's "margin", a number, is kept; other fields are dropped.
         tokenizer: see `tokenize_chat`.
-        template: see `tokenize_chat`.
+        template: see `tokenize_chat`; for messages.
         end: see `tokenize_prompt`; for texts.
         length: the largest number of tokens of a prompt with an answer.
         truncation: what is cut from longer rows: the beginning of the "prompt", of which both answers keep the same
@@ -74,7 +76,7 @@ def from_preferences(
             f"{side}_{field}": values for side, fields in cut.items() for field, values in fields.items()
         }
         if row.get("margin") is not None:
-            example["margin"] = row["margin"]
+            example["margin"] = _number(name, "margin", row["margin"])
         found.append(example)
     return found
 
@@ -100,7 +102,7 @@ def from_unpaired(
     Args:
         rows: see above.
         tokenizer: see `tokenize_chat`.
-        template: see `tokenize_chat`.
+        template: see `tokenize_chat`; for messages.
         end: see `tokenize_prompt`; for texts.
         length: the largest number of tokens of a prompt with its completion.
         truncation: see `from_preferences`.
@@ -119,12 +121,12 @@ def from_unpaired(
     for index, row in enumerate(rows):
         name = f"{place}(rows[{index}])"
         prompt, completion, label = _read(name, row, ("completion", "label"))
-        if not isinstance(label, bool):
-            raise TypeError(f"{name}: 'label' is {type(label).__name__}; needs True or False")
         if prompt is None:
             prompt, (completion,) = _shared_prompt(name, [completion])
         tokenized = {"completion": _tokenized(name, prompt, completion, tokenizer, template, end)}
-        found.append({**_cut(name, tokenized, length, truncation)["completion"], "desirable": label})
+        found.append(
+            {**_cut(name, tokenized, length, truncation)["completion"], "desirable": _boolean(name, "label", label)}
+        )
     return found
 
 
@@ -167,7 +169,8 @@ def pad_unpaired(
     """Pads judged answers on the right to rows of one length; a DataLoader's `collate_fn`.
 
     The batch also has each prompt with the answer to the prompt before it, for the divergence that `KTOStrategy`
-    estimates: "kl_input_ids" and "kl_labels". A single example is combined with itself.
+    estimates: "kl_input_ids" and "kl_labels". A single example is combined with itself. Shuffle the examples, so that
+    answers to one prompt do not follow each other.
 
     >>> examples = [{"input_ids": [1, 2], "labels": [-100, 2], "desirable": True},
     ...             {"input_ids": [3, 4, 5], "labels": [-100, 4, 5], "desirable": False}]
@@ -197,10 +200,10 @@ def pad_unpaired(
     cut = None if length is None else "right"
     padded = pad_examples(_mismatched(rows), **options, truncation=cut)  # type: ignore[arg-type]
     batch |= {f"kl_{name}": values for name, values in padded.items()}
-    for index, each in enumerate(examples):
-        if not isinstance(each.get("desirable"), bool):
-            raise TypeError(f"{place}(examples[{index}]): 'desirable' is {each.get('desirable')!r}; needs a boolean")
-    batch["desirable"] = torch.tensor([each["desirable"] for each in examples])
+    batch["desirable"] = torch.tensor([
+        _boolean(f"{place}(examples[{index}])", "desirable", each.get("desirable"))
+        for index, each in enumerate(examples)
+    ])  # fmt: skip
     return batch | _numbers(place, examples)
 
 
@@ -247,6 +250,9 @@ def _tokenized(
     """The tokens and labels of a prompt with one of its answers."""
     try:
         if isinstance(prompt, str) and isinstance(answer, str):
+            if template is not None:
+                rule = "texts are not written by a template; leave it out, or pass prompts as lists of messages"
+                raise ConfigurationError(rule, name.partition("(")[0], template=template)
             return tokenize_prompt(prompt, answer, tokenizer, end=end)
         messages = _messages(prompt, answer)
         if end is not None:
@@ -349,4 +355,38 @@ def _numbers(place: str, examples: Sequence[Mapping[str, object]]) -> dict[str, 
     lacking = [index for index, each in enumerate(examples) if any(each.get(name) is None for name in names)]
     if lacking:
         raise TypeError(f"{place}(examples[{lacking[0]}]): lacks one of {', '.join(names)}, which others have")
-    return {name: torch.tensor([float(each[name]) for each in examples]) for name in names}  # type: ignore[arg-type]
+    return {
+        name: torch.tensor([
+            _number(f"{place}(examples[{index}])", name, each[name]) for index, each in enumerate(examples)
+        ])
+        for name in names
+    }  # fmt: skip
+
+
+def _number(name: str, field: str, value: object) -> float:
+    """A finite number.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    number = _scalar(value)
+    if not is_number(number):
+        raise TypeError(f"{name}: {field!r} is {reprlib.repr(value)}; needs a finite number")
+    return float(number)
+
+
+def _boolean(name: str, field: str, value: object) -> bool:
+    """A boolean.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    boolean = _scalar(value)
+    if not isinstance(boolean, bool):
+        raise TypeError(f"{name}: {field!r} is {reprlib.repr(value)}; needs True or False")
+    return boolean
+
+
+def _scalar(value: Any) -> object:
+    """The only element of an array without dimensions, as rows of pandas and datasets have them, else the value."""
+    return value.item() if getattr(value, "shape", None) == () else value

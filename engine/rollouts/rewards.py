@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pulsetrain.engine.argument_checks import is_number
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, shortened
@@ -23,6 +23,8 @@ __all__ = ["Reward", "Rewards", "Weights"]
 
 Reward = Callable[..., Any]
 """`reward(prompts, completions)` or, with keywords, `reward(completions, answer)`: a number or None for each text."""
+
+_KEYWORD_ONLY, _VAR_KEYWORD = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
 
 Weights = Sequence[float] | Mapping[str, float]
 
@@ -54,8 +56,8 @@ class Rewards:
         place: the start of an error message.
 
     Raises:
-        ConfigurationError: a name is missing or used twice, a weight is not finite, all are 0, or a function needs a
-            column that does not exist.
+        ConfigurationError: a name is missing or used twice, a weight is not finite, all are 0, a function needs a
+            column that does not exist, or it does not take prompts and completions.
         ArgumentTypeError: not functions.
     """
 
@@ -78,6 +80,10 @@ class Rewards:
                     f"the function needs {', '.join(map(repr, lacking))}, and the prompts are {has}; give them as "
                     "{'prompt': ..., " + f"{lacking[0]!r}: ...}}"
                 )
+                raise ConfigurationError(rule, place, reward=judge.name)
+            misfit = judge.misfit(columns)
+            if misfit:
+                rule = f"it cannot be called ({misfit}); let it take prompts and completions, or 'completions' by name"
                 raise ConfigurationError(rule, place, reward=judge.name)
         self.names = tuple(judge.name for judge in self._judges)
         self.weights = torch.tensor(self._checked(weights), dtype=torch.float32)
@@ -218,6 +224,7 @@ class _Judge:
 
     name: str
     function: Reward
+    signature: inspect.Signature | None  # None for a function that is not written in Python
     by_keyword: bool
     named: frozenset[str]  # the keywords that it names
     takes_any: bool  # whether it takes keywords that it does not name
@@ -225,31 +232,48 @@ class _Judge:
 
     @classmethod
     def of(cls, name: str, function: Reward) -> _Judge:
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # a function that is not written in Python
-            parameters = []
+        try:  # the __call__ of a module takes anything, and its forward may not
+            signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+        except (TypeError, ValueError):
+            signature = None
+        parameters = list(signature.parameters.values()) if signature else []
         kinds = {each.kind for each in parameters}
         placed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-        nothing_placed = not placed and inspect.Parameter.VAR_POSITIONAL not in kinds
-        by_name = any(each.name in ("completions", "completion_ids") for each in parameters)
-        by_keyword = by_name or (takes_any and nothing_placed)
         keywords = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        by_name = any(each.name in ("completions", "completion_ids") for each in keywords)
+        by_keyword = by_name or (bool(kinds) and kinds <= {_KEYWORD_ONLY, _VAR_KEYWORD})
         if not by_keyword:
             keywords = [each for each in keywords if each not in placed[:2]]
         required = tuple(each.name for each in keywords if each.default is each.empty)
-        return cls(name, function, by_keyword, frozenset(each.name for each in keywords), takes_any, required)
+        named = frozenset(each.name for each in keywords)
+        return cls(name, function, signature, by_keyword, named, _VAR_KEYWORD in kinds, required)
+
+    def misfit(self, columns: Collection[str]) -> str:
+        """Why the function cannot be called with these columns; empty if it can."""
+        placed, named = self._arguments([], [], dict.fromkeys((*RESERVED[2:], *columns), ()))
+        try:
+            if self.signature is not None:
+                self.signature.bind(*placed, **named)
+        except TypeError as error:
+            return str(error)
+        return ""
 
     def call(self, prompts: Sequence[Any], completions: Sequence[Any], more: Mapping[str, Sequence[Any]]) -> Any:
+        placed, named = self._arguments(prompts, completions, more)
         # copies: a function may change its arguments, but not the texts that are trained on, nor those of another
+        return self.function(*map(_copied, placed), **{name: _copied(each) for name, each in named.items()})
+
+    def _arguments(
+        self, prompts: Sequence[Any], completions: Sequence[Any], more: Mapping[str, Sequence[Any]]
+    ) -> tuple[tuple[Sequence[Any], ...], dict[str, Sequence[Any]]]:
+        """What the function gets by position, and by keyword."""
         if self.by_keyword:
             given = {"prompts": prompts, "completions": completions, **more}
-            return self.function(**{name: _copied(each) for name, each in given.items() if self._takes(name)})
+            return (), {name: each for name, each in given.items() if self._takes(name)}
         named = {name: each for name, each in more.items() if name in self.named}
         if self.takes_any:  # not completion_ids: what takes anything may pass it on to a function that does not
             named |= {name: each for name, each in more.items() if name not in RESERVED}
-        return self.function(_copied(prompts), _copied(completions), **{k: _copied(v) for k, v in named.items()})
+        return (prompts, completions), named
 
     def _takes(self, name: str) -> bool:
         return self.takes_any or name in self.named

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pulsetrain.engine.argument_checks import is_number
+from pulsetrain.engine.argument_checks import check_bool, is_number
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import dpo_loss
@@ -67,6 +67,7 @@ class DPOStrategy(PairStrategy):
         reference_free: bool = False,
         reference: ReferenceModel = "copy",
     ) -> None:
+        check_bool(self._place, "reference_free", reference_free)
         self.reference_free = reference_free
         super().__init__(reference, refers=not reference_free)
         self.beta, self.loss_type, self.label_smoothing = beta, loss_type, label_smoothing

@@ -130,6 +130,10 @@ class GRPOStrategy(PolicyStrategy):
         self.scale_rewards = _SCALES[advantages] if scale_rewards is None else scale_rewards
         self.objective, self.ratio, self.entropy_coef = objective, ratio, entropy_coef
         self.normalization, self.max_length, self.mask_truncated = normalization, max_length, mask_truncated
+        check_choice("GRPOStrategy", "scale_rewards", self.scale_rewards, ("group", "batch", "none"))
+        if advantages == "rloo" and self.scale_rewards == "group":
+            rule = "a text is compared with the others alone; choose 'batch' or 'none'"
+            raise refused(self, rule, "scale_rewards", "advantages")
         if advantages == "gdpo" and self.scale_rewards != "group":
             raise refused(self, "'gdpo' always divides by each group's; leave it out", "scale_rewards", "advantages")
         rewards = torch.zeros(group_size, 1)  # rejects wrong values now, as does the loss below

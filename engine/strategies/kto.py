@@ -24,7 +24,7 @@ class KTOStrategy(AnswerStrategy):
     booleans of shape (rows,). The divergence from the reference is estimated from each prompt with the answer to
     another prompt of the batch, "kl_input_ids" and "kl_labels", which `pad_unpaired` makes: it is the mean over these
     rows of the log-ratio, at least 0. Each process, and each accumulated batch, has its own estimate. These rows are
-    part of the forward pass, which takes twice as many rows as there are answers.
+    cut at the model's context; they are part of the forward pass, which takes twice as many rows as there are answers.
 
     >>> tokens = torch.tensor([[1, 2], [1, 3]])
     >>> batch = {"input_ids": tokens, "labels": tokens, "desirable": torch.tensor([True, False])}
@@ -69,6 +69,16 @@ class KTOStrategy(AnswerStrategy):
         self._sides = ("", "kl_") if loss_type == "kto" else ("",)
         zeros = torch.zeros(1)
         kto_loss(zeros, zeros, zeros == 0, None, beta, desirable_weight, undesirable_weight)  # rejects wrong values now
+
+    def _read(self, batch: Mapping[str, Tensor], side: str, check: bool) -> tuple[Tensor, Tensor]:
+        if side == "kl_" and self.context is not None:  # both texts fit the model, and their combination may not
+            fields = ("kl_input_ids", "kl_labels", "kl_attention_mask")
+            given = {name: batch[name] for name in fields if isinstance(batch.get(name), Tensor)}
+            batch = {
+                **batch,
+                **{name: value[:, : self.context + 1] for name, value in given.items() if value.ndim == 2},
+            }
+        return super()._read(batch, side, check)
 
     def _further_targets(self, batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
         desirable = self._field(batch, "desirable", self._remedy)

@@ -164,8 +164,8 @@ class LanguageStrategy:
         if self.context is not None and seen > self.context:
             raise ValueError(
                 f"{self._place}: {name!r} of shape {tuple(tokens.shape)}: {seen} positions are more than the model's "
-                f"context of {self.context}; cut the sequences, as pad_examples(..., truncation='left') does, or give "
-                "the model a longer context"
+                f"context of {self.context}; cut the sequences, as pad_examples(..., truncation='left') and, of "
+                "preferences, from_preferences(..., length=, truncation=) do, or give the model a longer context"
             )
         if check and self._vocabulary is not None:
             self._check_known(name, tokens, self._vocabulary)

@@ -32,7 +32,7 @@ class RewardModelStrategy(LanguageStrategy):
     The model returns one reward for each row, shape (rows,) or (rows, 1), as transformers' models for sequence
     classification with num_labels=1 do, or one for each token, shape (rows, length) or (rows, length, 1), alone or as
     the values of `WithValueHead`; then that of the row's last token counts. Models of transformers also get an
-    attention_mask.
+    attention_mask, and their pad_token_id after each text.
 
     Batches are those of `DPOStrategy`. A row's text ends at its last label that is not -100, or, if the batch has
     "chosen_attention_mask" and "rejected_attention_mask", where these become 0. "margin", shape (pairs,), is optional:
@@ -89,9 +89,12 @@ class RewardModelStrategy(LanguageStrategy):
             )
         ends = torch.cat([self._ends(batch, side, each, check) for side, each in zip(_SIDES, read, strict=True)])
         tokens = torch.cat([padded_to(length, each, self._pad_token or 0) for each in read])
+        within = torch.arange(length, device=tokens.device) <= ends[:, None]
+        if self._pad_token is not None:  # the model finds the end of a text by it, whatever the batch is padded with
+            tokens = torch.where(within, tokens, self._pad_token)
         fields = self._shared_by_sides(batch, _SIDES, pairs)
         if self._takes_mask:
-            fields["attention_mask"] = (torch.arange(length, device=tokens.device) <= ends[:, None]).long()
+            fields["attention_mask"] = within.long()
         inputs = self._inputs(tokens, None, fields)
         targets = {"ends": ends}
         if batch.get("margin") is not None:
@@ -129,29 +132,8 @@ class RewardModelStrategy(LanguageStrategy):
             raise ValueError(f"{self._place}: 'margin' has numbers that are not finite; leave such pairs out")
         return margin
 
-    def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
-        """Rejects padding that a model of transformers would read as text; it waits for the device.
-
-        Raises:
-            ValueError: names the first such row.
-        """
-        if self._pad_token is None or _rewards_in(outputs).ndim != 1:
-            return
-        tokens = batch.inputs["input_ids"] if isinstance(batch.inputs, Mapping) else batch.inputs
-        after = torch.arange(tokens.shape[1], device=tokens.device) > batch.targets["ends"][:, None]
-        wrong = (after & (tokens != self._pad_token)).any(1)
-        if wrong.any():
-            row = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"{self._place}: row {row} is padded with another token than {self._pad_token}, the pad_token_id of "
-                f"the model's config, so the model would look for the reward in the padding; pass "
-                f"pad_pairs(..., pad_token={self._pad_token})"
-            )
-
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
         """The mean loss of the pairs, shape ()."""
-        if check:
-            self.check_batch(outputs, batch)
         return bradley_terry_loss(*self._rewards(outputs, batch), batch.targets.get("margin"), self.center_coef)
 
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:

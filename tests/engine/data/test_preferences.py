@@ -1,8 +1,10 @@
 """Prompts with preferred answers to batches: texts and chats, what is cut, and mismatched answers."""
 
 import functools
+import math
 import re
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -143,6 +145,11 @@ def test_a_row_that_is_not_a_preference_is_named(row, error, message):
     assert "from_preferences(rows[0])" in text
 
 
+def test_a_template_of_texts_is_refused():
+    with pytest.raises(ConfigurationError, match=r"from_preferences\(template=.*: texts are not written by a template"):
+        from_preferences([PAIR], encode_bytes, template=lambda role, content: (role, content))
+
+
 def test_a_chat_ends_with_the_marks_of_its_template():
     row = {"prompt": QUESTION, "chosen": "a", "rejected": "b"}
     with pytest.raises(ConfigurationError, match=r"from_preferences\(end=0\): a conversation ends with the marks"):
@@ -191,6 +198,17 @@ def test_a_single_answer_is_combined_with_itself():
     assert batch["kl_input_ids"].tolist() == batch["input_ids"].tolist() == [[97, 98]]
 
 
+@pytest.mark.parametrize("scalar", [numpy.bool_, torch.tensor])
+def test_labels_and_margins_may_be_scalars_of_arrays(scalar):
+    rows = [{"prompt": "a", "completion": "b", "label": scalar(label)} for label in (True, False)]
+    examples = from_unpaired(rows, encode_bytes)
+    assert [each["desirable"] for each in examples] == [True, False]
+    batch = pad_unpaired([{**each, "desirable": scalar(each["desirable"])} for each in examples])
+    assert batch["desirable"].tolist() == [True, False]
+    number = numpy.float32 if scalar is numpy.bool_ else torch.tensor
+    assert from_preferences([{**PAIR, "margin": number(0.5)}], encode_bytes)[0]["margin"] == 0.5
+
+
 def test_judged_chats_are_learnt_in_their_last_turn():
     for row in (
         {"prompt": QUESTION, "completion": "Fine.", "label": True},
@@ -207,11 +225,19 @@ def test_judged_chats_are_learnt_in_their_last_turn():
         (lambda: from_unpaired([{"prompt": "a", "completion": "b"}], encode_bytes), "rows[0]): lacks 'label'"),
         (
             lambda: from_unpaired([{"prompt": "a", "completion": "b", "label": "yes"}], encode_bytes),
-            "from_unpaired(rows[0]): 'label' is str; needs True or False",
+            "from_unpaired(rows[0]): 'label' is 'yes'; needs True or False",
+        ),
+        (
+            lambda: from_preferences([{**PAIR, "margin": "high"}], encode_bytes),
+            "from_preferences(rows[0]): 'margin' is 'high'; needs a finite number",
+        ),
+        (
+            lambda: pad_pairs([{**from_preferences([PAIR], encode_bytes)[0], "margin": math.nan}]),
+            "pad_pairs(examples[0]): 'margin' is nan; needs a finite number",
         ),
         (lambda: pad_pairs([{"input_ids": [1], "labels": [1]}]), "examples[0]): lacks 'chosen_input_ids', it has inpu"),
         (lambda: pad_pairs([[1, 2]]), "pad_pairs(examples[0]): needs a mapping, not list"),
-        (lambda: pad_unpaired([{"input_ids": [1, 2], "labels": [1, 2]}]), "examples[0]): 'desirable' is None; needs a"),
+        (lambda: pad_unpaired([{"input_ids": [1, 2], "labels": [1, 2]}]), "examples[0]): 'desirable' is None; needs T"),
         (
             lambda: pad_pairs(from_preferences([{**PAIR, "margin": 1.0}, PAIR], encode_bytes)),
             "pad_pairs(examples[1]): lacks one of margin, which others have",

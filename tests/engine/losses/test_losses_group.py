@@ -311,6 +311,18 @@ def test_a_reward_of_small_spread_counts_as_much_as_one_of_large_spread():
     assert summed[0] > 0 > summed[1]
 
 
+@pytest.mark.parametrize("library", EVERY)
+@pytest.mark.parametrize("group_size", [3, 7, 8])
+def test_equal_rewards_have_no_advantage_whatever_their_size(library, group_size):
+    # their mean is rounded, and the rounding error must not be divided by 1e-4
+    (rewards,) = rounded("float32", numpy.random.default_rng(0).uniform(0, 1e4, 200).repeat(group_size))
+    column, weight, given = arrays_of(library, rewards[:, None], numpy.ones(1, "float32"), rewards)
+    found = [grpo_advantages(given, group_size, scale) for scale in ("group", "batch", "none")]
+    found += [rloo_advantages(given, group_size, scale) for scale in ("batch", "none")]
+    found.append(gdpo_advantages(column, weight, group_size))
+    assert all((each == 0).all() for each in found)
+
+
 def test_rewards_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"gdpo_advantages\(rewards of shape \(4,\), weights of shape \(2,\)\): needs"):
         gdpo_advantages(torch.zeros(4), torch.ones(2), 2)

@@ -49,6 +49,9 @@ def by_ids(completion_ids): ...
 def by_keyword_and_anything(completions, **more): ...
 def by_anything(**given): ...
 def by_only_keywords(*, completions, answer): ...
+def by_only_a_column(*, answer): ...
+def by_position_alone(prompts, completions, /): ...
+def by_any_position(prompts, *completions): ...
 
 
 EVERYTHING = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS, **COLUMNS}
@@ -64,6 +67,9 @@ CALLS = [
     (by_keyword_and_anything, 0, list(EVERYTHING)),
     (by_anything, 0, list(EVERYTHING)),
     (by_only_keywords, 0, ["completions", "answer"]),
+    (by_only_a_column, 0, ["answer"]),
+    (by_position_alone, 2, []),
+    (by_any_position, 2, []),
 ]
 
 
@@ -87,6 +93,14 @@ def test_a_builtin_a_partial_and_an_object_are_functions():
     found = scored({"object": Judge(), "partial": functools.partial(scaled, 3.0)})[1]
     assert found.tolist() == [[2.0, 3.0]] * 3
     assert Rewards(max).names == ("max",)  # it has no signature
+
+
+def test_a_module_gets_what_its_forward_names():
+    class Judge(torch.nn.Module):
+        def forward(self, completions):
+            return torch.tensor([float(len(each)) for each in completions], requires_grad=True)
+
+    assert scored(Judge())[1].tolist() == [[1.0], [2.0], [3.0]]
 
 
 def test_what_a_function_changes_reaches_nobody_else():
@@ -267,6 +281,20 @@ def test_a_column_that_does_not_exist_is_named():
     rejects(ConfigurationError, message, by_keyword_and_column)
     message = "TextRollouts(reward='by_position_and_column'): the function needs 'level', and the prompts are with the"
     rejects(ConfigurationError, message, [by_keyword, by_position_and_column], None, ["answer"])
+
+
+def of_texts(texts): ...
+def of_nothing(): ...
+def of_completions_alone(completions, /): ...
+def of_a_column_by_position(prompts, texts, level, /): ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [of_texts, of_nothing, of_completions_alone, of_a_column_by_position, lambda texts: [], type("Judge", (), {})],
+)
+def test_a_function_that_cannot_be_called_is_refused_at_once(function):
+    rejects(ConfigurationError, "TextRollouts(reward=", function, None, ["level"])
 
 
 @pytest.mark.parametrize(

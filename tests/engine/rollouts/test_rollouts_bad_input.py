@@ -270,7 +270,7 @@ OTHER_OPTIONS = [
     (lambda: GRPOStrategy(kl_coef=0.1, reference=None), ["GRPOStrategy(kl_coef=0.1, reference=None)", "kl_coef=0.0"]),
     (lambda: GRPOStrategy(normalization="tokens"), ["normalization='tokens'", "token_mean"]),
     (lambda: GRPOStrategy(normalization="dr_grpo"), ["normalization='dr_grpo'", "max_length"]),
-    (lambda: GRPOStrategy(scale_rewards="groups"), ["scale='groups'", "group"]),
+    (lambda: GRPOStrategy(scale_rewards="groups"), ["scale_rewards='groups'", "group"]),
 ]
 
 

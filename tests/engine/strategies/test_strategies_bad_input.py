@@ -127,7 +127,7 @@ CASES = [
     case("dpo-packed", DPOStrategy, Placed, PAIRS, {**PAIRS, "chosen_position_ids": TOKENS}, ValueError,
          "DPOStrategy: 'chosen_position_ids' mark rows of several documents", "do not pack them"),
     case("dpo-too long", DPOStrategy, Short, PAIRS, {**PAIRS, "chosen_input_ids": LONG, "chosen_labels": LONG},
-         ValueError, "'chosen_input_ids' of shape (2, 8): 7 positions are more than"),
+         ValueError, "'chosen_input_ids' of shape (2, 8): 7 positions are more than", "from_preferences(..., length="),
     case("dpo-no such label", DPOStrategy, Short, PAIRS, {**PAIRS, "rejected_labels": ONE_LABEL_OUT}, ValueError,
          "=99): needs ids from 0 to 4", "1 of 20 tokens are outside"),
     case("dpo-no such label, free", lambda: DPOStrategy(reference_free=True), Short, PAIRS,

@@ -149,7 +149,11 @@ REFUSED = [
     ({"ratio": "text"}, "grpo_loss(ratio='text'): unknown; choose one of product, sequence, token"),
     ({"objective": "ppo"}, "grpo_loss(objective='ppo'): unknown; choose one of cispo, clip"),
     ({"advantages": "loo"}, "GRPOStrategy(advantages='loo'): unknown; choose one of gdpo, grpo, rloo"),
-    ({"advantages": "rloo", "scale_rewards": "group"}, "rloo_advantages(scale='group'): unknown; choose one of batch"),
+    (
+        {"advantages": "rloo", "scale_rewards": "group"},
+        "GRPOStrategy(scale_rewards='group', advantages='rloo'): a text is compared with the others alone",
+    ),
+    ({"scale_rewards": "std"}, "GRPOStrategy(scale_rewards='std'): unknown; choose one of batch, group, none"),
     (
         {"advantages": "gdpo", "scale_rewards": "none"},
         "GRPOStrategy(scale_rewards='none', advantages='gdpo'): 'gdpo' always divides by each group's; leave it out",

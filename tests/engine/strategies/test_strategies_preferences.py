@@ -263,6 +263,19 @@ def test_a_policy_equal_to_its_reference_has_half_the_weights_as_loss_and_learns
     assert strategy.compute_metrics(policy(prepared.inputs), prepared)["reward_margin"] > 0
 
 
+def test_a_prompt_with_the_answer_to_another_is_cut_at_the_models_context():
+    examples = [{"input_ids": [1] * start + [2] * (8 - start), "labels": [IGNORED] * start + [2] * (8 - start)}
+                for start in (7, 1)]  # fmt: skip
+    batch = pad_unpaired([{**each, "desirable": True} for each in examples])
+    assert batch["kl_input_ids"].shape == (2, 14)
+    policy, strategy = Tokens(VOCABULARY), KTOStrategy()
+    policy.context = 7
+    strategy.bind(policy)
+    prepared = strategy.prepare_batch(batch)
+    assert prepared.inputs.shape == (4, 7)
+    assert (prepared.targets["labels"] != IGNORED).sum(1).tolist() == [1, 7, 1, 1]
+
+
 def test_the_references_log_probabilities_of_single_answers_may_be_stored():
     strategy = KTOStrategy(reference=Short())
     batch = judged()
@@ -289,6 +302,7 @@ def test_options_of_kto_are_checked(options, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: DPOStrategy(reference_free="no"), r"DPOStrategy\(reference_free='no'\): needs True or False"),
         (lambda: CPOStrategy(0), r"CPOStrategy\(beta=0\): needs a positive number"),
         (lambda: CPOStrategy(sft_weight=-1), r"CPOStrategy\(sft_weight=-1\): needs a finite number of at least 0"),
         (lambda: CPOStrategy(loss_type="simpo"), r"dpo_loss\(loss_type='simpo'\): unknown"),
