@@ -33,7 +33,7 @@ class LanguageStrategy:
         self._options: dict[str, bool] = {}  # keywords that the model's forward always gets
         self._takes_positions = True  # whether its forward accepts position_ids
         self._unproved: nn.Module | None = None  # the model, until it has been seen to keep documents apart
-        self._vocabulary: int | None = None  # the size of the model's vocabulary; None if unknown
+        self.vocabulary: int | None = None  # the size of the model's vocabulary; None if unknown
 
     def bind(self, model: nn.Module, backend: object = None) -> None:
         """Reads the model's limits from its `context` or from Hugging Face's `config`.
@@ -47,7 +47,7 @@ class LanguageStrategy:
         self._takes_positions = _takes(model, "input_ids") and _takes(model, "position_ids")
         self._unproved = model
         vocabulary = getattr(config, "vocab_size", None)
-        self._vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
+        self.vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
 
     def _inputs(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor | dict[str, Tensor | bool]:
         """The model's inputs."""
@@ -133,8 +133,8 @@ class LanguageStrategy:
                 f"context of {self.context}; cut the sequences, as pad_examples(..., truncation='left') does, or give "
                 "the model a longer context"
             )
-        if check and self._vocabulary is not None:
-            self._check_known(name, tokens, self._vocabulary)
+        if check and self.vocabulary is not None:
+            self._check_known(name, tokens, self.vocabulary)
         return tokens
 
     def _check_known(self, name: str, tokens: Tensor, vocabulary: int) -> None:
