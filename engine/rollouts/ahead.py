@@ -83,7 +83,8 @@ class Ahead:
         try:
             return future.result(), update - then
         except BaseException:
-            del self._begun[number]
+            if future.done() and future.exception() is not None:  # otherwise the wait was interrupted
+                del self._begun[number]
             raise
 
     def reset(self) -> None:

@@ -1,5 +1,6 @@
 """Texts that are drawn while the policy learns: by which weights, with which importance weights, and on resume."""
 
+import signal
 import threading
 
 import pytest
@@ -276,3 +277,26 @@ def test_a_validation_needs_rollouts_of_its_own():
     assert message.startswith(
         "TextRollouts(staleness=1): it is the train_loader, too, whose texts are drawn ahead; give"
     )
+
+
+def test_texts_outlast_an_interrupt_of_the_wait_for_them():
+    drawn, may_end = [], threading.Event()
+
+    def draw(number):
+        drawn.append(number)
+        assert may_end.wait(30.0)
+        return [Completion([number])]
+
+    texts_ahead = Ahead(lambda number: None, draw, background=True)
+    texts_ahead.begin(3, update=1)
+    interrupting = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+
+    def wait():
+        interrupting.start()  # here, so that the interrupt is within the block
+        texts_ahead.texts(3, update=2)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    may_end.set()
+    assert texts_ahead.texts(3, update=2) == ([Completion([3])], 1), "by the weights that they were begun with"
+    assert drawn == [3]
