@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pulsetrain.engine.argument_checks import check_choice, check_type, is_whole
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ConfigurationError, shortened
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, shortened
 
 __all__ = [
     "ChatTemplate",
@@ -44,9 +44,15 @@ class ChatTemplate:
     Args:
         tokenizer: of transformers, or any object with its `apply_chat_template`.
         tools: the functions that the template describes.
+
+    Raises:
+        TypeError: a tool is neither a JSON schema nor a function.
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Tool] | None = None) -> None:
+        for each in tools or ():
+            if not isinstance(each, Mapping) and not callable(each):
+                raise ArgumentTypeError("needs JSON schemas or functions", "ChatTemplate", tools=shortened(each))
         self._tokenizer, self._options = tokenizer, {"tools": list(tools)} if tools else {}
 
     def __call__(self, messages: Sequence[Message], **options: bool) -> list[int]:
@@ -237,7 +243,9 @@ def _by_segments(
     labels: list[int] = []
     for number, message in enumerate(messages):
         if not isinstance(message.get("content"), str) or message.get("tool_calls"):
-            what = "'tool_calls'" if message.get("tool_calls") else f"a content of {type(message['content']).__name__}"
+            what = (
+                "'tool_calls'" if message.get("tool_calls") else f"a content of {type(message.get('content')).__name__}"
+            )
             raise TypeError(
                 f"tokenize_chat(messages[{number}]): a template needs a turn of text, and this one has {what}; "
                 "write it as text, or use a tokenizer with a chat template"

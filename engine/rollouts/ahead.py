@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pulsetrain.engine.rollouts.completions import Completion
 
@@ -83,7 +83,8 @@ class Ahead:
         try:
             return future.result(), update - then
         except BaseException:
-            del self._begun[number]
+            if future.done() and future.exception() is not None:  # otherwise the wait was interrupted
+                del self._begun[number]
             raise
 
     def reset(self) -> None:
@@ -93,16 +94,16 @@ class Ahead:
         self._begun = {}
 
     def state_dict(self, after: int) -> list[dict[str, Any]]:
-        """The texts of rollouts after this one; it waits for them."""
+        """The texts of rollouts after this one; it waits for them. Those that could not be drawn are left out."""
         return [
             {
                 "number": number,
                 "update": update,
                 "tokens": [torch.tensor(each.tokens) for each in future.result()],
-                "log_probs": [torch.tensor(each.log_probs, dtype=torch.float64) for each in future.result()],
+                "log_probs": [_as_tensor(each.log_probs) for each in future.result()],
             }
             for number, (future, update) in sorted(self._begun.items())
-            if number > after
+            if number > after and future.exception() is None
         ]
 
     def load_state_dict(self, state: list[Mapping[str, Any]]) -> None:
@@ -110,8 +111,14 @@ class Ahead:
         self.reset()
         for each in state:
             pairs = zip(each["tokens"], each["log_probs"], strict=True)
-            texts = [Completion(tokens.tolist(), log_probs.tolist()) for tokens, log_probs in pairs]
+            texts = [
+                Completion(tokens.tolist(), None if likely is None else likely.tolist()) for tokens, likely in pairs
+            ]
             self._begun[each["number"]] = _done(texts), each["update"]
+
+
+def _as_tensor(log_probs: list[float] | None) -> Tensor | None:
+    return None if log_probs is None else torch.tensor(log_probs, dtype=torch.float64)
 
 
 def _done(texts: list[Completion]) -> Future[list[Completion]]:

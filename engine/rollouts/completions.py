@@ -65,11 +65,17 @@ def check_completions(place: str, found: object, count: int, most: int) -> list[
     try:
         listed: list[Any] = list(found)  # type: ignore[call-overload]
         given = [each if isinstance(each, Completion) else Completion(each) for each in listed]
-        texts = [Completion([operator.index(token) for token in each.tokens], each.log_probs) for each in given]
+        texts = [
+            Completion(
+                [operator.index(token) for token in each.tokens],
+                None if each.log_probs is None else [float(value) for value in each.log_probs],
+            )
+            for each in given
+        ]
     except (TypeError, ValueError):
         raise TypeError(
             f"{place}: the sampler returned {reprlib.repr(found)}; needs a list of token ids for each of the "
-            f"{count} prompts"
+            f"{count} prompts, or a Completion with these and a log-probability for each"
         ) from None
     lengths = [len(each.tokens) for each in texts]
     if len(texts) != count or not all(1 <= length <= most for length in lengths):

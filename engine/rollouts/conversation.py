@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -185,7 +186,9 @@ class _Talk:
 
     def begin(self, room: int) -> None:
         """Resets the environment; another turn needs that the text has at most `room` tokens."""
-        self._observe(self._tokens("reset()", self.environment.reset(list(self.prompt))))
+        with self._named("reset()"):
+            shown = self.environment.reset(list(self.prompt))
+        self._observe(self._tokens("reset()", shown))
         if len(self.text) > room:
             raise ValueError(
                 f"ConversationRollouts: after reset(), the conversation of row {self.row} has {len(self.text)} tokens, "
@@ -199,7 +202,8 @@ class _Talk:
         if completion.log_probs is not None:
             self.log_probs = (self.log_probs or []) + completion.log_probs
         self.turns += 1
-        found = self.environment.step(list(completion.tokens))
+        with self._named("step()"):
+            found = self.environment.step(list(completion.tokens))
         if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[1], Real):
             raise TypeError(
                 f"ConversationRollouts: the environment's step() returned {reprlib.repr(found)}; needs (observation, "
@@ -220,6 +224,18 @@ class _Talk:
     def _observe(self, tokens: list[int]) -> None:
         self.tokens += tokens
         self.written += [False] * len(tokens)
+
+    @contextmanager
+    def _named(self, place: str) -> Iterator[None]:
+        """Around a call of the environment: its exception gets a note that names the conversation."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"in ConversationRollouts, in the environment's {place}, conversation of row {self.row}, "
+                f"after {self.turns} turns"
+            )
+            raise
 
     def _tokens(self, place: str, given: Sequence[int]) -> list[int]:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Sampling:
         if self.top_p != 1.0:
             check_positive("Sampling", "top_p", self.top_p, below=1.0)
         check_type("Sampling", "decode", self.decode, Callable | None, "a function from token ids to text")
-        if isinstance(self.stop, str):
+        if isinstance(self.stop, str) or not isinstance(self.stop, Iterable):
             raise ArgumentTypeError("needs a list of texts or of token sequences", "Sampling", stop=self.stop)
         object.__setattr__(self, "stop", tuple(map(_stop, self.stop)))
         if self.decode is None and any(isinstance(each, str) for each in self.stop):
@@ -126,6 +126,8 @@ class EndOfText:
             return False
         # a token has at least one byte, so this many hold the longest stop
         text = self._decode(completion[-self._tail :])
+        if not isinstance(text, str):
+            raise TypeError(f"Sampling(decode): returned {type(text).__name__}; needs a text")
         return any(each in text for each in self._texts)
 
 

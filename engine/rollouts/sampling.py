@@ -242,13 +242,18 @@ class _Cached:
         if "logits_to_keep" in self._keywords:
             given["logits_to_keep"] = 1  # not of all tokens of a prompt
         outputs: Any = self._model(**given)
-        self._cache = outputs.past_key_values
+        self._cache = getattr(outputs, "past_key_values", None)
+        if self._cache is None:
+            raise TypeError(
+                f"TextRollouts: {type(self._model).__name__} returned no past_key_values, by which the next token "
+                "would be computed; pass TextRollouts(sampler=...)"
+            )
         return logits_of(outputs)[:, -1]
 
     def extend(self, tokens: list[int], kept: list[int]) -> None:
         if len(kept) < len(self._tokens):
             rows = torch.tensor(kept, device=self._device)
-            self._cache.batch_select_indices(rows)
+            self._cache.reorder_cache(rows)  # selects rows, in the states of recurrent layers, too
             self._positions = self._positions[rows]
             self._seen = None if self._seen is None else self._seen[rows]
         self._tokens = torch.tensor(tokens, device=self._device).unsqueeze(-1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -81,6 +83,7 @@ class ServerSampler:
         self.folder = None if folder is None else Path(folder).absolute()
         self._save, self._headers = save, {"Content-Type": "application/json", **(headers or {})}
         self._secure, self._place = parts.scheme == "https", parts.netloc
+        self._drawing = Lock()  # a validation may ask for other weights while a thread draws
         self._served: str | None = None  # the model's name, once the server has been asked
 
     def __call__(
@@ -115,7 +118,10 @@ class ServerSampler:
         def drawn(prompt: Sequence[int], seed: int | None) -> Completion:
             return one(served, list(prompt), max_new_tokens, options, seed)
 
-        with ThreadPoolExecutor(max_workers=self.concurrency, thread_name_prefix="ServerSampler") as pool:
+        with (
+            self._drawing,
+            ThreadPoolExecutor(max_workers=self.concurrency, thread_name_prefix="ServerSampler") as pool,
+        ):
             return list(pool.map(drawn, prompts, numbers))
 
     def update_weights(self, model: nn.Module, version: int) -> None:
@@ -140,10 +146,11 @@ class ServerSampler:
                 rule = f"{type(model).__name__} does not save itself whole; pass a function of the model and the folder"
                 raise ConfigurationError(rule, "ServerSampler", save=None)
             save(self.folder)
-        if self.api == "vllm":
-            self._ask("/collective_rpc", {"method": "reload_weights"})
-            self._ask("/reset_prefix_cache", {})  # keys and values of prompts, by the weights before
-        else:
+        with self._drawing:
+            if self.api == "vllm":
+                self._ask("/collective_rpc", {"method": "reload_weights"})
+                self._ask("/reset_prefix_cache", {})  # keys and values of prompts, by the weights before
+                return
             given = {"model_path": str(self.folder), "flush_cache": True, "weight_version": str(version)}
             answer = self._ask("/update_weights_from_disk", given)
             if not answer.get("success"):
@@ -164,7 +171,8 @@ class ServerSampler:
         answer = self._ask("/v1/completions", given)
         try:
             (choice,) = answer["choices"]
-            return Completion(list(choice["token_ids"]), [float(each) for each in choice["logprobs"]["token_logprobs"]])
+            tokens, likely = map(operator.index, choice["token_ids"]), map(float, choice["logprobs"]["token_logprobs"])
+            return Completion(list(tokens), list(likely))
         except (KeyError, TypeError, ValueError):
             raise self._unusable("/v1/completions", "no token_ids and logprobs; needs vLLM 0.10.2 or later") from None
 

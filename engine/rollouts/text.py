@@ -208,8 +208,12 @@ class TextRollouts(Rollouts):
         """Serves as a validation set of this trainer, in which its policy acts.
 
         Raises:
-            ConfigurationError: the strategy does not learn from rollouts, or texts do not fit the model's context.
+            ConfigurationError: the strategy does not learn from rollouts, texts do not fit the model's context, or the
+                trainer learns from these rollouts and draws their texts ahead.
         """
+        if self._trainer is trainer and self.staleness:
+            rule = "it is the train_loader, too, whose texts are drawn ahead; give the validation its own TextRollouts"
+            raise refused(self, rule, "staleness")
         self._adopt(trainer, self._choose_writer)
 
     @torch.no_grad()
@@ -275,6 +279,9 @@ class TextRollouts(Rollouts):
         device = self.trainer.backend.device
         tokens, mask = padded["input_ids"].to(device), (padded["labels"] != IGNORED).to(device)
         corrected = self.importance_cap is not None and completions[0].log_probs is not None
+        if self.staleness and self.importance_cap is not None and not corrected:
+            rule = "texts drawn ahead are weighted by log-probabilities, which the sampler does not return; pass None"
+            raise refused(self, rule, "importance_cap")
         scores = self._scores(tokens, self.trains_in_one_pass and not corrected)
         rollout = {"input_ids": tokens, "completion_mask": mask, "rewards": rewards.to(device), **scores}
         rollout |= {"reward_parts": parts.to(device), "reward_weights": self._rewards.weights.to(device)}

@@ -32,7 +32,10 @@ def parse_tool_calls(text: str) -> list[Call]:
     """
     calls: list[Call] = []
     for found in _CALL.findall(text):
-        call = json.loads(found)  # JSONDecodeError is a ValueError
+        try:
+            call = json.loads(found)  # JSONDecodeError is a ValueError
+        except RecursionError:
+            raise ValueError("a tool call is nested too deeply") from None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError(f"a tool call needs a 'name' and 'arguments', not {found}")
         if not isinstance(call.setdefault("arguments", {}), dict):
@@ -123,18 +126,21 @@ class ToolEnvironment:
     def _shown(self, calls: Sequence[Call], results: Sequence[str]) -> list[int]:
         """What stands between the end token of a turn and the start of the policy's next turn.
 
-        It is taken from a conversation with the same calls, since the template need not write the policy's own turn
-        with the tokens that the policy chose.
+        It is taken from a conversation with calls of the same names, since the template need not write the policy's own
+        turn with the tokens that the policy chose.
         """
         numbered = [(f"call{number:05}", call) for number, call in enumerate(calls)]
-        called = [{"type": "function", "id": name, "function": dict(call)} for name, call in numbered]
+        called = [
+            {"type": "function", "id": name, "function": {"name": _encodable(call["name"]), "arguments": {}}}
+            for name, call in numbered
+        ]
         turns: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "", "tool_calls": called},
         ]
         before = self._chat(turns)
         turns += [
-            {"role": "tool", "name": call["name"], "tool_call_id": name, "content": result}
+            {"role": "tool", "name": _encodable(call["name"]), "tool_call_id": name, "content": _encodable(result)}
             for (name, call), result in zip(numbered, results, strict=True)
         ]
         after = self._chat(turns, add_generation_prompt=True)
@@ -146,3 +152,8 @@ class ToolEnvironment:
             raise ConfigurationError(rule, "ToolEnvironment", end_token=self._end)
         ends = len(before) - before[::-1].index(self._end)  # after the last end token
         return after[ends:]
+
+
+def _encodable(text: str) -> str:
+    r"""The text with "?" for lone surrogates, which JSON can write (`"\ud800"`) and tokenizers reject."""
+    return text.encode(errors="replace").decode()

@@ -112,8 +112,9 @@ class TextWriter:
 
         Raises:
             Exception: the exception of the sampler, with a note about the prompts.
-            TypeError, ValueError: it returned something else than texts.
+            TypeError, ValueError: it returned something else than texts, or the model does not know a token.
         """
+        self._check_known("a prompt, or what follows it,", prompts)
         options: dict[str, Any] = {"temperature": self._trainer.strategy.temperature, "end_token": self._end_token}
         offered: dict[str, Any] = {"sampling": self._sampling, "seeds": list(seeds)}
         offered |= {} if self._ahead is None else {"log_probs": True}
@@ -125,7 +126,17 @@ class TextWriter:
             low, high = min(map(min, prompts), default=0), max(map(max, prompts), default=0)
             error.add_note(f"in {_PLACE}, while drawing texts for {len(prompts)} prompts of tokens {low} to {high}")
             raise
-        return check_completions(_PLACE, found, len(prompts), self._max_new_tokens)
+        texts = check_completions(_PLACE, found, len(prompts), self._max_new_tokens)
+        self._check_known("a text of the sampler", [each.tokens for each in texts])
+        return texts
+
+    def _check_known(self, what: str, rows: Sequence[list[int]]) -> None:
+        """Rejects tokens that the model does not know, which would bring a GPU down."""
+        most = self._trainer.strategy.vocabulary
+        wrong = [token for row in rows for token in (min(row), max(row)) if token < 0 or (most and token >= most)]
+        if wrong:
+            known = "tokens are numbered from 0" + (f", and the model's vocabulary has {most}" if most else "")
+            raise ValueError(f"{_PLACE}: {what} has the token {wrong[0]}; {known}; use the model's own tokenizer")
 
     def _drawn_ahead(self, rollout: int) -> list[Completion]:
         with torch.no_grad():  # a thread has its own mode

@@ -57,7 +57,7 @@ class LanguageStrategy:
         self._takes_positions = True  # whether its forward accepts position_ids
         self._accepts: frozenset[str] | None = None  # the names that its forward accepts; None if any, or unknown
         self._unproved: nn.Module | None = None  # the model, until it has been seen to keep documents apart
-        self._vocabulary: int | None = None  # the size of the model's vocabulary; None if unknown
+        self.vocabulary: int | None = None  # the size of the model's vocabulary; None if unknown
 
     def bind(self, model: nn.Module, backend: object = None) -> None:
         """Reads the model's limits from its `context` or from Hugging Face's `config`.
@@ -72,7 +72,7 @@ class LanguageStrategy:
         self._accepts = accepted_by(model)
         self._unproved = model
         vocabulary = getattr(config, "vocab_size", None)
-        self._vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
+        self.vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
         self._aux_weight = self.aux_loss_coef or 0.0
         has_routers = getattr(config, "output_router_logits", None)
         if self.aux_loss_coef is not None and has_routers is not None:
@@ -167,8 +167,8 @@ class LanguageStrategy:
                 f"context of {self.context}; cut the sequences, as pad_examples(..., truncation='left') and, of "
                 "preferences, from_preferences(..., length=, truncation=) do, or give the model a longer context"
             )
-        if check and self._vocabulary is not None:
-            self._check_known(name, tokens, self._vocabulary)
+        if check and self.vocabulary is not None:
+            self._check_known(name, tokens, self.vocabulary)
         return tokens
 
     def _check_known(self, name: str, tokens: Tensor, vocabulary: int) -> None:

@@ -141,3 +141,54 @@ def test_sample_text_ends_with_each_of_the_models_end_tokens():
         place = min(whole.index(each) for each in listed if each in whole)
         assert written(ends) == whole[: place + 1]
         assert first is None or whole[place] == first
+
+
+_WIDTHS = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": CONTEXT,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+_LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+HYBRIDS = {
+    "Gemma3TextConfig": {"head_dim": 8, "sliding_window": 4},
+    "Lfm2Config": {"full_attn_idxs": [1, 3]},
+    "Qwen3NextConfig": {
+        "head_dim": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, **_LINEAR, **_EXPERTS,
+    },
+    "FalconH1Config": {"head_dim": 8, "mamba_d_ssm": 32, **_MAMBA},
+    "BambaConfig": {"attn_layer_indices": [1], **_MAMBA},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0]] * 4], ids=["padded", "of one length"])
+@pytest.mark.parametrize("config", HYBRIDS)
+def test_caches_of_windows_and_recurrent_layers_do_not_change_the_texts(config, prompts):
+    import transformers
+
+    torch.manual_seed(0)
+    described = getattr(transformers, config)(**_WIDTHS, **HYBRIDS[config])
+    model = transformers.AutoModelForCausalLM.from_config(described).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    expected = drawn(Plain(model), prompts)
+    assert len({len(each) for each in expected}) > 1, "rows leave the batch at different times"
+    watched = Watched(model)
+    assert drawn(model, prompts) == expected
+    assert all(length == 1 for _, length in watched.shapes[1:])
+
+
+def test_a_model_that_keeps_its_cache_to_itself_is_named():
+    import transformers
+
+    described = transformers.RecurrentGemmaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        attention_window_size=4,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(described).eval()
+    with pytest.raises(
+        TypeError, match=r"RecurrentGemmaForCausalLM returned no past_key_values, .*; pass TextRollouts"
+    ):
+        drawn(model)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pulsetrain.engine.data.chat import chatml, tokenize_chat
+from pulsetrain.engine.data.chat import ChatTemplate, chatml, tokenize_chat
 from pulsetrain.engine.errors import ConfigurationError
 from tests.support.chats import CHATML, DIALOGUE, LEARNT, WHOLE, X, reader, texts
 
@@ -212,3 +212,17 @@ def test_a_turn_with_parts_needs_a_chat_template(make_fast):
     )
     with pytest.raises(TypeError, match=r"messages\[0\].* a content of list"):
         tokenize_chat(chat, make_fast())
+
+
+@pytest.mark.parametrize("tools", ["ab", [3], [["add"]]], ids=str)
+def test_tools_are_schemas_or_functions(tools):
+    with pytest.raises(TypeError, match=r"^ChatTemplate\(tools=.*\): needs JSON schemas or functions$"):
+        ChatTemplate(object(), tools)
+
+
+def test_a_turn_without_content_and_calls_is_named():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}]
+    with pytest.raises(
+        TypeError, match=r"^tokenize_chat\(messages\[1\]\): .* has a content of NoneType; write it as text"
+    ):
+        tokenize_chat(messages, str.encode)

@@ -1,5 +1,6 @@
 """Texts that are drawn while the policy learns: by which weights, with which importance weights, and on resume."""
 
+import signal
 import threading
 
 import pytest
@@ -201,3 +202,101 @@ def test_a_server_keeps_the_weights_of_the_rollout_before(background, tmp_path):
     ratios = [each.metrics["rollout/sampler_ratio"] for each in recorded.rollouts]
     assert ratios[0] == pytest.approx(1.0, abs=1e-4)
     assert all(abs(ratio - 1.0) > 1e-3 for ratio in ratios[1:])
+
+
+@BACKGROUND
+def test_texts_that_could_not_be_drawn_cost_no_checkpoint(background, tmp_path):
+    class Failing:
+        """Fails in the third rollout."""
+
+        def __init__(self, fails):
+            self.calls, self.fails = 0, fails
+
+        def __call__(self, prompts, count, *, temperature, end_token):
+            self.calls += 1
+            if self.calls == 3 and self.fails:
+                raise ConnectionError("gone")
+            return [Completion([1], [-1.0]) for _ in prompts]
+
+        def update_weights(self, model, version):
+            pass
+
+    def run(folder, fails):
+        made = TextRollouts(
+            PROMPTS, Reward(), max_new_tokens=1, prompts_per_rollout=5, staleness=1, background=background,
+            sampler=Failing(fails),
+        )  # fmt: skip
+        saving = Checkpointer(tmp_path / folder, every=Every(iterations=1), keep_last=100)
+        strategy = GRPOStrategy(2, minibatch_epochs=2)
+        return trainer(
+            {"max_updates": 8}, model=Tokens(VOCABULARY), train_loader=made, strategy=strategy, handlers=[saving]
+        )
+
+    failed = run("failed", fails=True)
+    with pytest.raises(ConnectionError, match="gone"):
+        failed.train()
+    # the thread draws the third rollout's texts while the second is learnt; the foreground, before that
+    last = 4 if background else 2
+    assert failed.state.update == last
+    again = run("again", fails=False)
+    again.train(resume=saved(tmp_path / "failed", last))
+    assert again.state.update == 8
+
+
+@BACKGROUND
+def test_a_sampler_without_log_probabilities_is_used_as_it_is_only_if_asked_to(background, tmp_path):
+    class Constant:
+        def __call__(self, prompts, count, *, temperature, end_token):
+            return [[len(prompt) % VOCABULARY] for prompt in prompts]
+
+        def update_weights(self, model, version):
+            pass
+
+    def run(folder, **options):
+        made = TextRollouts(
+            PROMPTS, Reward(), max_new_tokens=1, prompts_per_rollout=5, staleness=1, background=background,
+            sampler=Constant(), **options,
+        )  # fmt: skip
+        saving = Checkpointer(tmp_path / folder, every=Every(iterations=1), keep_last=100)
+        return trainer(
+            {"max_updates": 4}, model=Tokens(VOCABULARY), train_loader=made, strategy=GRPOStrategy(2), handlers=[saving]
+        )
+
+    message = refusal(run("refused").train)
+    assert message.startswith("TextRollouts(importance_cap=2.0): texts drawn ahead are weighted by log-probabilities")
+    whole, again = run("whole", importance_cap=None), run("again", importance_cap=None)
+    whole.train()
+    again.train(resume=saved(tmp_path / "whole", 2))
+    assert differences(again, whole) == set()
+
+
+def test_a_validation_needs_rollouts_of_its_own():
+    rollouts = TextRollouts(PROMPTS, Reward(), max_new_tokens=3, prompts_per_rollout=5, staleness=1)
+    learner = {"model": Tokens(VOCABULARY), "strategy": GRPOStrategy(2)}
+    message = refusal(lambda: trainer({}, train_loader=rollouts, val_loader=rollouts, **learner))
+    assert message.startswith(
+        "TextRollouts(staleness=1): it is the train_loader, too, whose texts are drawn ahead; give"
+    )
+
+
+def test_texts_outlast_an_interrupt_of_the_wait_for_them():
+    drawn, may_end = [], threading.Event()
+
+    def draw(number):
+        drawn.append(number)
+        assert may_end.wait(30.0)
+        return [Completion([number])]
+
+    texts_ahead = Ahead(lambda number: None, draw, background=True)
+    texts_ahead.begin(3, update=1)
+    interrupting = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+
+    def wait():
+        interrupting.start()  # here, so that the interrupt is within the block
+        texts_ahead.texts(3, update=2)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    may_end.set()
+    assert texts_ahead.texts(3, update=2) == ([Completion([3])], 1), "by the weights that they were begun with"
+    assert drawn == [3]

@@ -366,3 +366,22 @@ def test_what_is_not_an_answer_is_refused(given, error, message):
     with pytest.raises(error, match=re.escape(message)):
         run.train()
     assert run.state.update == 0
+
+
+def test_a_token_of_the_environment_that_the_model_does_not_know_is_named():
+    given = {"step_gives": ([-3], 0.0, False)}
+    run, _ = talks(GRPOStrategy(2), type("Environment", (Wrong,), given), prompts=[[2, 2]], prompts_per_rollout=1)
+    with pytest.raises(ValueError, match=r"a prompt, or what follows it, has the token -3; tokens are numbered from 0"):
+        run.train()
+
+
+@pytest.mark.parametrize("place", ["reset", "step"])
+def test_an_exception_of_the_environment_names_the_conversation(place):
+    def fail(self, tokens):
+        raise KeyError("no entry")
+
+    run, _ = talks(GRPOStrategy(2), type("Environment", (Counting,), {place: fail}))
+    with pytest.raises(KeyError, match="no entry") as caught:
+        run.train()
+    note = f"in the environment's {place}(), conversation of row 0, after {int(place == 'step')} turns"
+    assert any(note in each for each in caught.value.__notes__)

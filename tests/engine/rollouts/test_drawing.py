@@ -257,6 +257,7 @@ def test_options_out_of_range_are_refused(options, message):
     ("options", "message"),
     [
         ({"stop": "END"}, "Sampling(stop='END'): needs a list of texts or of token sequences"),
+        ({"stop": None}, "Sampling(stop=None): needs a list of texts or of token sequences"),
         ({"stop": [3]}, "Sampling(stop=3): needs a text or a sequence of token ids as each stop"),
         ({"stop": [[0.5]]}, "Sampling(stop=[0.5]): needs a text or a sequence of token ids"),
         ({"decode": 3}, "Sampling(decode=3): needs a function from token ids to text"),
@@ -279,3 +280,9 @@ def test_a_list_of_end_tokens_is_not_empty():
 
 def test_a_stop_may_be_an_array_of_tokens():
     assert Sampling(stop=[numpy.array([1, 2])]).stop == ((1, 2),)
+
+
+def test_a_decode_that_returns_no_text_is_named():
+    ended = EndOfText((), Sampling(stop=["ab"], decode=lambda tokens: None))
+    with pytest.raises(TypeError, match=r"^Sampling\(decode\): returned NoneType; needs a text$"):
+        ended([1])

@@ -3,6 +3,8 @@
 import re
 import socket
 from itertools import pairwise
+from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,3 +241,51 @@ def test_arguments_out_of_range_are_refused(options, message):
 def test_arguments_of_another_type_are_refused(name, value):
     message = refusal(lambda: ServerSampler(**{"url": "http://x", name: value}), TypeError)
     assert re.match(rf"ServerSampler\({name}={value!r}\): needs ", message)
+
+
+@pytest.mark.parametrize("tokens", ["12", [1.5, 2], [None, 1]], ids=str)
+def test_an_answer_with_tokens_that_are_not_numbers_is_named(tokens, tmp_path):
+    with text_server("vllm", tmp_path, VOCABULARY) as server:
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0, -1.0]}}
+        server.answers["/v1/completions"] = (200, {"choices": [choice]})
+        with pytest.raises(ServerError, match="answered /v1/completions with: no token_ids and logprobs"):
+            sampler(server)([[1]], 2)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_that_the_model_does_not_know_is_named(server, token):
+    server.drawn = lambda prompt, most, options: [(token, -1.0)]
+    model = Tokens(VOCABULARY)
+    model.config = SimpleNamespace(vocab_size=VOCABULARY)
+    run, _, _ = texts(GRPOStrategy(2), model=model, sampler=sampler(server), prompts_per_rollout=5)
+    message = rf"a text of the sampler has the token {token}; .* the model's vocabulary has {VOCABULARY}; use the model"
+    with pytest.raises(ValueError, match=message):
+        run.train()
+    assert run.state.update == 0
+
+
+def test_weights_wait_until_texts_are_drawn(server, tmp_path):
+    """A validation may give the server other weights while a thread draws the texts of the next rollout."""
+    made = sampler(server, folder=tmp_path / "policy", save=save)
+    begun, may_end, order = Event(), Event(), []
+
+    def drawn(prompt, most, options):
+        begun.set()
+        assert may_end.wait(30.0)
+        order.append("drawn")
+        return [(1, -1.0)]
+
+    def load(folder):
+        order.append("loaded")
+
+    server.drawn, server.load = drawn, load
+    drawing = Thread(target=made, args=([[1]], 1))
+    drawing.start()
+    assert begun.wait(30.0)
+    updating = Thread(target=made.update_weights, args=(Tokens(VOCABULARY), 1))
+    updating.start()
+    updating.join(0.2)  # without the lock, the server would load them now
+    may_end.set()
+    drawing.join()
+    updating.join()
+    assert order == ["drawn", "loaded"]

@@ -3,12 +3,13 @@
 import math
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 
 from pulsetrain.engine import Events, GRPOStrategy, PPOStrategy
 from pulsetrain.engine.rollouts import Sampling, TextRollouts
-from pulsetrain.engine.rollouts.completions import Completion
+from pulsetrain.engine.rollouts.completions import Completion, check_completions
 from tests.support import formulas
 from tests.support.models import Tokens, trainer
 from tests.support.models_language import refusal
@@ -244,3 +245,18 @@ def test_log_probabilities_that_do_not_fit_are_refused(log_probs):
     run, _, _ = texts(GRPOStrategy(2), prompts=PROMPTS, prompts_per_rollout=5, sampler=sampler)
     with pytest.raises(ValueError, match=r"^TextRollouts: the sampler returned log-probabilities that do not fit"):
         run.train()
+
+
+@pytest.mark.parametrize("likely", [[-1.0], torch.tensor([-1.0]), numpy.array([-1.0])], ids=["list", "torch", "numpy"])
+def test_log_probabilities_of_a_sampler_may_be_arrays(likely):
+    (found,) = check_completions("TextRollouts", [Completion([1], likely)], 1, 1)
+    assert found.log_probs == [-1.0]
+    assert type(found.log_probs) is list
+
+
+@pytest.mark.parametrize("likely", [["x"], 5, [None]], ids=str)
+def test_log_probabilities_that_are_not_numbers_are_named(likely):
+    with pytest.raises(
+        TypeError, match=r"^TextRollouts: the sampler returned .*, or a Completion with these and a log"
+    ):
+        check_completions("TextRollouts", [Completion([1], likely)], 1, 1)

@@ -87,6 +87,14 @@ FAILING = [
     ("<tool_call>{</tool_call>", "error: Expecting property name enclosed in double quotes"),
     ('<tool_call>{"arguments": {}}</tool_call>', "error: a tool call needs a 'name' and 'arguments'"),
     ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "error: the arguments of add need to be an object"),
+    ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: a tool call is nested too deeply"),
+    # lone surrogates, which JSON can write and a tokenizer rejects
+    ('<tool_call>{"name": "\\ud800"}</tool_call>', "error: there is no tool ?; there are add, fail"),
+    (call("add", a="\ud800", b="!"), "?!"),
+    (
+        '<tool_call>{"name": "add", "arguments": {"\\ud800": 1}}</tool_call>',
+        "error: TypeError: add() got an unexpected",
+    ),
 ]
 
 
