@@ -269,9 +269,9 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             return GradientInfo(reduce_shares(state.weights, batch, compute))
         if self._unchecked is not None:
             return self._checked_gradients(self._unchecked, state, batch, strategy, scale)
-        _, loss = self.outputs_and_loss(state.weights, batch, strategy)
+        loss = self.outputs_and_loss(state.weights, batch, strategy)[1]  # without the outputs in the backward pass
         if type(loss) is not Tensor:
-            loss, _ = split_loss(loss, strategy)
+            loss = split_loss(loss, strategy)[0]
         return GradientInfo(self.backward(loss, scale))
 
     def _checked_gradients(
@@ -381,6 +381,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             learns = loss.requires_grad
         if not learns:
             raise no_gradient()
+        del outputs  # a language model's logits are large, and autograd keeps what it needs
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

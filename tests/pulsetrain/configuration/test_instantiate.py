@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,13 +68,13 @@ class TestBuild:
 
     def test_functions_are_named_by_their_paths_and_the_configuration_keeps_the_paths(self) -> None:
         rows = [{"prompt": [1], "answer": "a"}]
-        for given in (["math.hypot", "statistics.mean"], {"a": "math.hypot", "b": "statistics.mean"}):
+        for given in (["math.hypot", "textwrap.indent"], {"a": "math.hypot", "b": "textwrap.indent"}):
             arguments = {"prompts": rows, "reward": given, "reward_weights": [1, 0.5]}
             before = copy.deepcopy(arguments)
             spec = {"class_path": "pulsetrain.engine.rollouts.TextRollouts", "init_args": arguments}
             rollouts = instantiate(spec, "data")
             functions = rollouts.reward.values() if isinstance(given, dict) else rollouts.reward
-            assert list(functions) == [math.hypot, statistics.mean]
+            assert list(functions) == [math.hypot, textwrap.indent]
             assert arguments == before
 
     def test_provided_arguments_fill_in_missing_parameters(self) -> None:
