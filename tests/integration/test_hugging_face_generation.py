@@ -86,7 +86,7 @@ def test_a_wrapped_model_uses_its_cache(wrapped):
         {"temperature": 0.0},
         {"temperature": 2.0, "end_token": None},
     ],
-    ids=str,
+    ids=["top_p", "stop", "greedy", "hot"],
 )
 def test_options_mean_the_same_with_a_cache(options):
     model = model_of("qwen2", spread=3.0)
