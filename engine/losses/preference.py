@@ -12,7 +12,16 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses.masks import check_same_shapes, constant
 from pulsetrain.engine.losses.shapes import POSITIVE, require
 
-__all__ = ["OF_MEANS", "SMOOTHED", "check_replies", "check_smoothing", "dpo_loss", "implicit_rewards", "smoothed"]
+__all__ = [
+    "LOSSES",
+    "OF_MEANS",
+    "SMOOTHED",
+    "check_replies",
+    "check_smoothing",
+    "dpo_loss",
+    "implicit_rewards",
+    "smoothed",
+]
 
 
 class _Pairs(NamedTuple):
@@ -112,7 +121,7 @@ def _discopop(pairs: _Pairs) -> Array:
     return -log_sigmoid(x) * exp(log_sigmoid(-blend)) + exp(log_sigmoid(blend) - x)
 
 
-_LOSSES: dict[str, Callable[[_Pairs], Array]] = {
+LOSSES: dict[str, Callable[[_Pairs], Array]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid,
     "robust": _robust,
@@ -192,7 +201,7 @@ def dpo_loss(
     """
     place = "dpo_loss"
     require(place, "beta", beta, *POSITIVE)
-    check_choice(place, "loss_type", loss_type, _LOSSES)
+    check_choice(place, "loss_type", loss_type, LOSSES)
     check_smoothing(place, label_smoothing)
     require(place, "discopop_tau", discopop_tau, *POSITIVE)
     rule = ""
@@ -221,7 +230,7 @@ def dpo_loss(
         # per reply first: two models differ less than two replies do, so rounding loses less
         ratios = policy[0] - reference[0], policy[1] - reference[1]
     pairs = _Pairs(policy, reference, *ratios, float(beta), float(label_smoothing), float(discopop_tau))
-    losses = _LOSSES[loss_type](pairs)
+    losses = LOSSES[loss_type](pairs)
     return namespace(losses).mean(losses)
 
 

@@ -136,6 +136,10 @@ class ConversationRollouts(TextRollouts):
                 "ConversationRollouts",
                 environment=self.environment,
             )
+        ends = getattr(talks[0].environment, "end_token", None)
+        if ends is not None and ends not in self._end_tokens:
+            rule = f"the environment expects turns to end with the token {ends}; pass it, alone or among others"
+            raise ConfigurationError(rule, "ConversationRollouts", end_token=self.end_token)
         for talk in talks:
             talk.begin(self.max_length - self.max_new_tokens)
         agree: Callable[[bool], bool] = self.sharing.any if is_sharded(self.trainer.model) else bool

@@ -94,8 +94,8 @@ class ToolEnvironment:
             raise ConfigurationError("needs functions with different names", place, tools=list(self._tools))
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError("has no chat template; set its chat_template", place, tokenizer=type(tokenizer))
-        self._end = getattr(tokenizer, "eos_token_id", None) if end_token is None else end_token
-        check_whole_number(place, "end_token", self._end, at_least=0)
+        self.end_token = getattr(tokenizer, "eos_token_id", None) if end_token is None else end_token
+        check_whole_number(place, "end_token", self.end_token, at_least=0)
         self._tokenizer, self._parse, self._chat = tokenizer, parse, ChatTemplate(tokenizer)
 
     def reset(self, prompt: list[int]) -> list[int]:
@@ -104,7 +104,7 @@ class ToolEnvironment:
 
     def step(self, completion: list[int]) -> tuple[list[int], float, bool]:
         """Runs the calls of a turn; returns their results as the chat template writes them, 0, and whether it ends."""
-        if completion[-1] != self._end:
+        if completion[-1] != self.end_token:
             return [], 0.0, True
         try:
             calls = list(self._parse(self._tokenizer.decode(completion)))
@@ -144,13 +144,13 @@ class ToolEnvironment:
             for (name, call), result in zip(numbered, results, strict=True)
         ]
         after = self._chat(turns, add_generation_prompt=True)
-        if after[: len(before)] != before or self._end not in before:
+        if after[: len(before)] != before or self.end_token not in before:
             rule = (
                 "the chat template changes a turn when results follow, or does not end it with this token; write an "
                 "environment of your own"
             )
-            raise ConfigurationError(rule, "ToolEnvironment", end_token=self._end)
-        ends = len(before) - before[::-1].index(self._end)  # after the last end token
+            raise ConfigurationError(rule, "ToolEnvironment", end_token=self.end_token)
+        ends = len(before) - before[::-1].index(self.end_token)  # after the last end token
         return after[ends:]
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from pulsetrain.engine.argument_checks import check_bool, is_number
+from pulsetrain.engine.argument_checks import check_bool, check_choice, is_number
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import dpo_loss
-from pulsetrain.engine.losses.preference import OF_MEANS, SMOOTHED
+from pulsetrain.engine.losses.preference import LOSSES, OF_MEANS, SMOOTHED
 from pulsetrain.engine.strategies.answers import PairStrategy, Scores
 from pulsetrain.engine.strategies.reference import ReferenceModel
 
@@ -89,6 +89,8 @@ class DPOStrategy(PairStrategy):
             )
         if not all(map(is_number, weights)):
             raise ConfigurationError("needs finite numbers", self._place, loss_weights=self.loss_weights)
+        for each in types:
+            check_choice(self._place, "loss_type", each, (*LOSSES, _SFT))
         zeros = torch.zeros(1)
         compared = [each for each in types if each != _SFT]
         if not compared:

@@ -158,6 +158,17 @@ def test_a_policy_learns_its_own_turns_and_not_the_results():
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
+def test_rollouts_whose_turns_end_with_a_token_that_the_environment_does_not_know_are_refused():
+    rollouts = ConversationRollouts(
+        [[1]], lambda: ToolEnvironment(Bytes(), [add]), max_length=20, max_new_tokens=4, end_token=[1, 2],
+        prompts_per_rollout=1,
+    )  # fmt: skip
+    run = trainer({"max_updates": 1}, model=Tokens(256), train_loader=rollouts, strategy=GRPOStrategy(2))
+    assert refusal(run.train).startswith(
+        f"ConversationRollouts(end_token=[1, 2]): the environment expects turns to end with the token {END}; pass it"
+    )
+
+
 def test_tools_are_functions_with_different_names():
     assert refusal(lambda: ToolEnvironment(Bytes(), [])).startswith("ToolEnvironment(tools=[]): needs functions")
     assert refusal(lambda: ToolEnvironment(Bytes(), [add, add])).startswith("ToolEnvironment(tools=['add']): needs")
