@@ -13,7 +13,7 @@ from torch import Tensor
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.rollouts.completions import Completion
-from pulsetrain.engine.rollouts.drawing import Sampling, TokenDraws
+from pulsetrain.engine.rollouts.drawing import TokenDraws
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.strategies.language import logits_of
 
@@ -107,18 +107,10 @@ def _drawn_by_model(
     sample: Callable[..., list[list[int]]],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    end_token: int | Sequence[int] | None = None,
-    sampling: Sampling | None = None,
-    seeds: Sequence[int] | None = None,
-    log_probs: bool = False,
+    **options: Any,  # of `TokenDraws`
 ) -> Sequence[Any]:
     """The model's own `sample(prompts, max_new_tokens, draw=...)`."""
-    draws = TokenDraws(
-        prompts, max_new_tokens, temperature=temperature, end_token=end_token, sampling=sampling, seeds=seeds,
-        log_probs=log_probs,
-    )  # fmt: skip
+    draws = TokenDraws(prompts, max_new_tokens, **options)
     texts = sample(prompts, max_new_tokens, draw=draws)
     return texts if draws.log_probs is None else list(map(Completion, texts, draws.log_probs))
 
@@ -141,18 +133,10 @@ def _token_by_token(
     continues: Callable[[bool], bool],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    end_token: int | Sequence[int] | None = None,
-    sampling: Sampling | None = None,
-    seeds: Sequence[int] | None = None,
-    log_probs: bool = False,
+    **options: Any,  # of `TokenDraws`
 ) -> Sequence[Any]:
     """Calls the model once per token."""
-    draws = TokenDraws(
-        prompts, max_new_tokens, temperature=temperature, end_token=end_token, sampling=sampling, seeds=seeds,
-        log_probs=log_probs,
-    )  # fmt: skip
+    draws = TokenDraws(prompts, max_new_tokens, **options)
     reader, rows = reader_of(prompts, max_new_tokens), list(range(len(prompts)))
     while continues(bool(rows)):
         if not rows:
