@@ -206,6 +206,23 @@ def rows_of(name: str, results: list[tuple[Result, Result]], steps: int) -> list
     ]  # fmt: skip
 
 
+def measured(names: list[str], seeds: int, steps: int) -> tuple[list[Row], list[str]]:
+    """The rows of these environments, and notes such as which are absent."""
+    try:
+        import stable_baselines3
+    except ImportError as error:
+        return [], [f"Stable-Baselines3: absent: {error}; pip install -e '.[bench]'"]
+    found: list[Row] = []
+    notes = [f"stable-baselines3 {stable_baselines3.__version__}, {seeds} seeds, {steps} steps"]
+    for name in names:
+        if name == "LunarLander" and not all(map(find_spec, ("Box2D", "pygame"))):
+            notes.append("LunarLander: absent; pip install 'gymnasium[box2d]'")
+            continue
+        results = [(ours(WORK[name], seed, steps), theirs(WORK[name], seed, steps)) for seed in range(seeds)]
+        found += rows_of(name, results, steps)
+    return found, notes
+
+
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("against_sb3", __doc__)
@@ -214,28 +231,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(WORK), default=list(WORK), metavar="NAME")
     options = parser.parse_args()
     torch.set_num_threads(1)
-
-    def rows() -> tuple[list[Row], list[str]]:
-        try:
-            import stable_baselines3
-        except ImportError as error:
-            return [], [f"Stable-Baselines3: absent: {error}; pip install -e '.[bench]'"]
-        found: list[Row] = []
-        notes = [f"stable-baselines3 {stable_baselines3.__version__}, {options.seeds} seeds, {options.steps} steps"]
-        for name in options.only:
-            if name == "LunarLander" and not all(map(find_spec, ("Box2D", "pygame"))):
-                notes.append("LunarLander: absent; pip install 'gymnasium[box2d]'")
-                continue
-            results = [
-                (ours(WORK[name], seed, options.steps), theirs(WORK[name], seed, options.steps))
-                for seed in range(options.seeds)
-            ]
-            found += rows_of(name, results, options.steps)
-        return found, [
-            f"stable-baselines3 {stable_baselines3.__version__}, {options.seeds} seeds, {options.steps} steps"
-        ]
-
-    return report(options, "returns and speeds", rows)
+    return report(options, "returns and speeds", lambda: measured(options.only, options.seeds, options.steps))
 
 
 if __name__ == "__main__":

@@ -41,13 +41,14 @@ BOUNDS = {"SFT": 1.2, "DPO": 1.2, "GRPO": 1.1}
 Tokens = list[int]
 Pair = tuple[float, float]  # seconds per update: wall clock, CPU
 Train = Callable[[Any, torch.optim.Optimizer, int, Path], object]
+Reward = Callable[[list[Tokens]], list[float]]
 
 
-def model_of() -> Any:
+def model_of(seed: int = 0) -> Any:
     """A Llama with random weights, the same each time."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
         **sizes, vocab_size=VOCABULARY, num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0,
@@ -90,10 +91,10 @@ def reward(completions: list[Tokens]) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- ours
 
 
-def ours(strategy: Any, loader: Any, model: Any, optimizer: torch.optim.Optimizer, updates: int) -> None:
+def ours(strategy: Any, loader: Any, model: Any, optimizer: torch.optim.Optimizer, updates: int, seed: int = 0) -> None:
     """Train with our Trainer."""
     config = TrainingConfig(
-        max_updates=updates, schedule=None, clip_grad_norm=1.0, device="cpu", seed=0, log_every_n_steps=LOG
+        max_updates=updates, schedule=None, clip_grad_norm=1.0, device="cpu", seed=seed, log_every_n_steps=LOG
     )
     Trainer(model, loader, strategy=strategy, optimizer=optimizer, config=config).train()
 
@@ -117,14 +118,16 @@ def our_dpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: 
     ours(DPOStrategy(beta=0.1), loader, model, optimizer, updates)
 
 
-def our_grpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+def our_grpo(
+    model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path, score: Reward = reward, seed: int = 0
+) -> None:
     """A rollout is one batch, used once."""
     prompts = [prompt for prompt, _, _ in examples(updates * ROWS // GROUP)]
     rollouts = TextRollouts(
-        prompts, lambda prompts, completions: reward(completions), max_new_tokens=WRITTEN,
+        prompts, lambda prompts, completions: score(completions), max_new_tokens=WRITTEN,
         prompts_per_rollout=ROWS // GROUP, end_token=1,
     )  # fmt: skip
-    ours(GRPOStrategy(GROUP), rollouts, model, optimizer, updates)
+    ours(GRPOStrategy(GROUP), rollouts, model, optimizer, updates, seed)
 
 
 def labelled(prompt: Tokens, answer: Tokens) -> dict[str, Tokens]:
@@ -173,18 +176,21 @@ def trl_dpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: 
     ).train()  # fmt: skip
 
 
-def trl_grpo(model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path) -> None:
+def trl_grpo(
+    model: Any, optimizer: torch.optim.Optimizer, updates: int, folder: Path, score: Reward = reward, seed: int = 0
+) -> None:
     """GRPOTrainer."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     def scores(completion_ids: list[Tokens], **others: object) -> list[float]:
-        return reward(completion_ids)
+        return score(completion_ids)
 
     rows = [{"prompt": text(prompt)} for prompt, _, _ in examples(updates * ROWS // GROUP)]
     config = GRPOConfig(
-        num_generations=GROUP, max_completion_length=WRITTEN, beta=0.0, loss_type="grpo", **settings(updates, folder)
-    )
+        num_generations=GROUP, max_completion_length=WRITTEN, beta=0.0, loss_type="grpo",
+        **{**settings(updates, folder), "seed": seed},
+    )  # fmt: skip
     GRPOTrainer(
         model, scores, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(),
         optimizers=(optimizer, None),

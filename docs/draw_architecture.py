@@ -35,6 +35,20 @@ def layers_of(package: str) -> list[list[str]]:
     return [[name for name in row if f"{package}.{name}" not in COLOURS] for row in rows]
 
 
+def _lines(names: list[str]) -> list[list[str]]:
+    """A layer in rows that are not wider than the picture."""
+    lines: list[list[str]] = [[]]
+    for name in names:
+        if sum(map(_width, [*lines[-1], name])) + GAP * len(lines[-1]) > WIDTH - 4 * MARGIN:
+            lines.append([])
+        lines[-1].append(name)
+    return [line for line in lines if line]
+
+
+def _width(name: str) -> float:
+    return max(70.0, 8.2 * len(name) + 24)
+
+
 def edges_of(graph: grimp.ImportGraph, package: str, names: set[str]) -> Edges:
     """Which of a package's children import which, without those that follow from others."""
     found: Edges = set()
@@ -63,7 +77,8 @@ def draw() -> str:
     parts: list[str] = []
     top = MARGIN
     for package in COLOURS:
-        rows = [row for row in layers_of(package) if row]
+        layers = [layer for layer in layers_of(package) if layer]
+        rows = [line for layer in layers for line in _lines(layer)]
         height = len(rows) * ROW + 34
         parts.append(
             f'<rect x="{MARGIN}" y="{top}" width="{WIDTH - 2 * MARGIN}" height="{height}" rx="10" '
@@ -71,7 +86,7 @@ def draw() -> str:
             f'<text x="{MARGIN + 14}" y="{top + 22}" class="title">{TITLES[package]}</text>'
         )
         places = _places(rows, top + 34)
-        ground = set(rows[-1]) if package == "pulsetrain.engine" else set()  # which everything imports
+        ground = set(layers[-1]) if package == "pulsetrain.engine" else set()  # which everything imports
         for source, target in sorted(edges_of(graph, package, set(places) - ground)):
             parts.append(_arrow(places[source], places[target], f"{package}: {source} imports {target}"))
         for name, (x, y, width) in places.items():
@@ -101,7 +116,7 @@ def _places(rows: list[list[str]], top: int) -> dict[str, tuple[float, int, floa
     """Left edge, top and width of each name's box: rows are centred."""
     places = {}
     for index, row in enumerate(rows):
-        widths = [max(70.0, 8.2 * len(name) + 24) for name in row]
+        widths = [_width(name) for name in row]
         x = (WIDTH - sum(widths) - GAP * (len(row) - 1)) / 2
         for name, width in zip(row, widths, strict=True):
             places[name] = x, top + index * ROW, width

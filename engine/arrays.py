@@ -6,6 +6,7 @@ imports jax: if there is a jax array, jax has been imported already.
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType, NoneType
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from torch import Tensor
 
 __all__ = [
     "Array",
+    "all_finite",
     "at_least_float32",
     "describe_array",
     "has_values",
@@ -106,6 +108,16 @@ def has_values(array: Array) -> bool:
         return array.device.type != "meta"
     jax = sys.modules.get("jax")
     return jax is None or not isinstance(array, jax.core.Tracer)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; waits for the device. Half the time of `isfinite().all()` for small tensors.
+
+    >>> all_finite(torch.ones(3)), all_finite(torch.tensor([1.0, float("nan")])), all_finite(torch.full((2,), 3e38))
+    (True, False, True)
+    """
+    # the sum of finite numbers may be infinite
+    return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def on_host(array: Array) -> bool:

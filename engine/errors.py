@@ -164,9 +164,10 @@ def refused(owner: object, rule: str, *arguments: str) -> ConfigurationError:
 
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
-    """The end of a message that names the nearest choice; "" where none is near."""
-    near = get_close_matches(str(name), choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """The end of a message that names the nearest choice, whatever its case; "" where none is near."""
+    lower = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(str(name).lower(), lower, n=1)
+    return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
 
 def shortened(value: object) -> object:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from pulsetrain.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from pulsetrain.handlers.adapters.hugging_face_callbacks import HuggingFaceCallbacks as HuggingFaceCallbacks
+    from pulsetrain.handlers.adapters.keras_callbacks import KerasCallbacks as KerasCallbacks
+    from pulsetrain.handlers.adapters.lightning_callbacks import LightningCallbacks as LightningCallbacks
     from pulsetrain.handlers.averaging.ema import EMA as EMA
     from pulsetrain.handlers.averaging.swa import SWA as SWA
     from pulsetrain.handlers.callback import (
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
         WandbLogger as WandbLogger,
     )
     from pulsetrain.handlers.loggers.progress_bar import ProgressBar as ProgressBar
+    from pulsetrain.handlers.loggers.run_summary import RunSummary as RunSummary
     from pulsetrain.handlers.monitors.alert import Alert as Alert
     from pulsetrain.handlers.monitors.garbage import Garbage as Garbage
     from pulsetrain.handlers.monitors.gradient_monitor import GradientMonitor as GradientMonitor
@@ -75,6 +79,9 @@ else:  # which type checkers do not see: to them, an unknown name is an error
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "pulsetrain.handlers.adapters.hugging_face_callbacks": ("HuggingFaceCallbacks",),
+            "pulsetrain.handlers.adapters.keras_callbacks": ("KerasCallbacks",),
+            "pulsetrain.handlers.adapters.lightning_callbacks": ("LightningCallbacks",),
             "pulsetrain.handlers.averaging.ema": ("EMA",),
             "pulsetrain.handlers.averaging.swa": ("SWA",),
             "pulsetrain.handlers.callback": ("Callback", "CallbackList"),
@@ -96,6 +103,7 @@ else:  # which type checkers do not see: to them, an unknown name is an error
                 "TrackioLogger", "WandbLogger"
             ),
             "pulsetrain.handlers.loggers.progress_bar": ("ProgressBar",),
+            "pulsetrain.handlers.loggers.run_summary": ("RunSummary",),
             "pulsetrain.handlers.monitors.alert": ("Alert",),
             "pulsetrain.handlers.monitors.garbage": ("Garbage",),
             "pulsetrain.handlers.monitors.gradient_monitor": ("GradientMonitor",),

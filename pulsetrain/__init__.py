@@ -11,6 +11,7 @@ from pulsetrain.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig as TrainingConfig
+    from pulsetrain.configuration.trained_model import load as load
     from pulsetrain.engine import (
         CPOStrategy as CPOStrategy,
         DPOStrategy as DPOStrategy,
@@ -47,6 +48,7 @@ else:  # which type checkers do not see: to them, an unknown name is an error
         __name__,
         {
             "pulsetrain.config": ("TrainingConfig",),
+            "pulsetrain.configuration.trained_model": ("load",),
             "pulsetrain.engine": (
                 "CPOStrategy", "DPOStrategy", "Engine", "Event", "EventBus", "EventEnum", "Events", "Every",
                 "GRPOStrategy", "JaxBackend", "KTOStrategy", "MegatronBackend", "ORPOStrategy", "PPOStrategy", "Phase",

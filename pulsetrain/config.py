@@ -12,6 +12,7 @@ from pulsetrain.engine.data.rng import current_seed
 from pulsetrain.engine.distributed.ranks import agreed
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.step.memory_settings import ActivationCheckpointing, ActivationOffload, OptimizerOffload
+from pulsetrain.familiar_names import OF_CONFIG, knows_familiar_names
 
 __all__ = ["TrainingConfig"]
 
@@ -46,6 +47,7 @@ _NOT_OPTIONS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
 }  # fmt: skip
 
 
+@knows_familiar_names(OF_CONFIG)
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """The settings of a run; [defaults] follow their meanings.

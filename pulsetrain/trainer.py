@@ -35,6 +35,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
+from pulsetrain.familiar_names import OF_TRAINER, knows_familiar_names
 from pulsetrain.handlers import Callback, CallbackList
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
@@ -60,13 +61,14 @@ from pulsetrain.training.arguments import (
     resolve_strategy,
 )
 from pulsetrain.training.attaching import attach_handlers, attach_rollouts
+from pulsetrain.training.evaluated_run import EvaluatedRun
 from pulsetrain.training.fixed import fix
 from pulsetrain.training.initial_state import make_store
+from pulsetrain.training.no_data import NoTrainingData
 from pulsetrain.training.rank_share import RankShare
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_driver import RunDriver
 from pulsetrain.training.run_length import RunLength
-from pulsetrain.training.run_view import RunView
 from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.validation import Evaluation, Validator, check_sets
 
@@ -76,7 +78,8 @@ Loader = Iterable[Any]
 OptimizerChoice = str | torch.optim.Optimizer | Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Trainer(RunView):
+@knows_familiar_names(OF_TRAINER)
+class Trainer(EvaluatedRun):
     """Trains a model: an Engine with a training step, validation and checkpoints.
 
     >>> from pulsetrain.engine import SupervisedStrategy
@@ -90,7 +93,8 @@ class Trainer(RunView):
     Args:
         model: an nn.Module, which is moved to the backend's device, or whatever else the backend takes for a model.
             Several by name for a strategy that trains them in turns.
-        train_loader: gives batches, each time it is iterated; it needs no length.
+        train_loader: gives batches, each time it is iterated; it needs no length. None for a trainer that only
+            evaluates: `validate`, `test` and `predict`.
         val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
         strategy: what is optimised: a name, or an object (TrainingStrategy; AlternatingStrategy for several modules).
         optimizer: a name; a torch optimizer over the model's parameters; or a class or factory, called with them and,
@@ -123,7 +127,7 @@ class Trainer(RunView):
     def __init__(
         self,
         model: Any,
-        train_loader: Loader,
+        train_loader: Loader | None = None,
         val_loader: Loader | Mapping[str, Loader] | None = None,
         *,
         strategy: str | TrainingStrategy | AlternatingStrategy = "supervised",
@@ -139,6 +143,7 @@ class Trainer(RunView):
         of_subclass = list(vars(self))
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
+        train_loader = NoTrainingData() if train_loader is None else train_loader
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.backend: Backend = backend or TorchBackend()
         wraps = self.wraps_model and isinstance(self.backend, TorchBackend)
@@ -201,6 +206,7 @@ class Trainer(RunView):
         self.reporter = MetricsReporter(
             self.stepper, config.log_every_n_steps, self.agreement, measures=config.log_strategy_metrics
         )
+        self.reporter.validation_sets = val_loaders.keys()
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
@@ -336,17 +342,6 @@ class Trainer(RunView):
         finally:
             self.model_store.publish()
         return self.model_state
-
-    def validate(self) -> dict[str, float]:
-        """One round over every validation set; fires VALIDATION_STARTED and VALIDATION_COMPLETED.
-
-        Returns:
-            The metrics by their full names, which are also in `state.metrics` from then on.
-
-        Raises:
-            ConfigurationError: the trainer has no validation set.
-        """
-        return self.validator.validate()
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys.

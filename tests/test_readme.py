@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,18 @@ def test_every_schedule_is_in_the_table_of_schedules():
         name for name in schedules.__all__ if name[0].isupper() and name != "Schedule" and f"{name}(" not in PARTS
     ]
     assert not missing, f"add to the table in docs/training_step.md: {', '.join(missing)}"
+
+
+TESTING = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_tests_on_the_page_about_testing_pass(tmp_path: Path):
+    code = "\n".join(re.findall(r"```python\n(.*?)```", TESTING, flags=re.DOTALL))
+    (tmp_path / "test_page.py").write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "5 passed" in done.stdout, f"{done.stdout}{done.stderr}"
 
 
 STRATEGIES = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()

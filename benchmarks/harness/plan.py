@@ -25,6 +25,7 @@ FULL: dict[str, list[str]] = {
     "recorder": ["--log-events", "1e7"],
     "scale": ["--events", "1e7"],
     "stepping": ["--events", "1e7"],
+    "strategies": ["--seeds", "10", "--steps", "100000", "--only", "TRL", "CartPole", "Acrobot", "Pendulum"],
 }
 
 

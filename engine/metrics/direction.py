@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Literal
 
 from torch import nn
 
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, did_you_mean
+from pulsetrain.engine.metric_words import KNOWN_WORDS, Mode, mode_of_words
 from pulsetrain.engine.metrics.reading import canonical
 
 __all__ = ["Mode", "infer_mode", "names_of", "required_mode"]
-
-Mode = Literal["min", "max"]
-
-_LOWER = ("loss", "perplexity", "kl", "error", "mae", "mse", "rmse", "bits_per_byte")
-_HIGHER = ("accuracy", "f1", "precision", "recall", "auc", "iou", "bleu", "return", "reward")
-# next to a known word they turn its direction, or make another quantity of it
-_CHANGING = (
-    "neg", "negative", "negated", "minus", "inv", "inverse", "inverted", "non", "not", "false", "drop", "gap", "delta",
-    "diff", "difference", "change", "scale", "weight", "ratio", "coef", "coefficient", "std", "variance", "target",
-    "missed", "complement", "opposite", "violation", "violations", "time", "correction", "rejected",
-    "reduction", "improvement", "increase", "decrease", "degradation", "regret", "penalty", "free", "no", "explained",
-)  # fmt: skip
 
 
 def infer_mode(name: str, metrics: Mapping[str, object] | None = None) -> Mode | None:
@@ -48,11 +36,7 @@ def infer_mode(name: str, metrics: Mapping[str, object] | None = None) -> Mode |
         higher = getattr(metric, "higher_is_better", None)
         if isinstance(higher, bool):  # ignite's metrics answer to any name
             return "max" if higher else "min"
-    words = f"_{name.lower().rpartition('/')[2]}_"
-    lower, higher, changed = (any(f"_{word}_" in words for word in listed) for listed in (_LOWER, _HIGHER, _CHANGING))
-    if lower == higher or changed:
-        return None
-    return "min" if lower else "max"
+    return mode_of_words(name)
 
 
 def names_of(metrics: Mapping[str, object]) -> list[str]:
@@ -76,7 +60,7 @@ metric='val/top5' are better does not follow from its name; pass mode='min' or m
     if mode is None:
         rule = (
             "whether smaller or larger values of {metric} are better does not follow from its name; pass mode='min' or "
-            f"mode='max'{did_you_mean(name.lower().rpartition('/')[2], (*_LOWER, *_HIGHER))}"
+            f"mode='max'{did_you_mean(name.lower().rpartition('/')[2], KNOWN_WORDS)}"
         )
         raise ConfigurationError(rule, place, mode=None, metric=name)
     return mode

@@ -1,4 +1,4 @@
-"""Texts of the next rollout, drawn while the policy learns from the current one."""
+"""Texts of the next rollouts, drawn while the policy learns from the current one."""
 
 from __future__ import annotations
 
@@ -87,10 +87,14 @@ class Ahead:
                 del self._begun[number]
             raise
 
-    def reset(self) -> None:
-        """Forgets all texts, after those that are being drawn."""
+    def wait(self) -> None:
+        """Returns when no texts are being drawn; an error is raised by `texts`."""
         for future, _ in self._begun.values():
             future.exception()
+
+    def reset(self) -> None:
+        """Forgets all texts, after those that are being drawn."""
+        self.wait()
         self._begun = {}
 
     def state_dict(self, after: int) -> list[dict[str, Any]]:

@@ -29,6 +29,9 @@ from pulsetrain.engine.strategies.policy import PolicyStrategy
 __all__ = ["PolicyTrainer", "Rollouts"]
 
 
+_REWARDS = ("rollout/reward/", "rollout/reward_std/")  # of one reward function each
+
+
 class PolicyTrainer(Protocol):
     """The parts of a Trainer that rollouts use."""
 
@@ -288,6 +291,9 @@ class Rollouts:
 
     def _report(self, event: Events, metrics: dict[str, float], **more: float) -> None:
         trainer = self.trainer
+        if event == Events.ROLLOUT_COMPLETED:  # a reward that applied to no text of this rollout keeps no old value
+            for name in [each for each in trainer.state.metrics if each.startswith(_REWARDS) and each not in metrics]:
+                del trainer.state.metrics[name]
         trainer.state.metrics.update(metrics)
         trainer.history.update(metrics)
         payload = RolloutCompleted if event == Events.ROLLOUT_COMPLETED else PolicyUpdated

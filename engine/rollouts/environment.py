@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_bool, check_whole_number
+from pulsetrain.engine.arrays import all_finite
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
 from pulsetrain.engine.rollouts.actor import Actor, is_recurrent
@@ -212,7 +213,7 @@ class EnvironmentRollouts(Rollouts):
         """Actions drawn from the policy, or the most likely ones, and their log-probabilities."""
         distribution = self._actions.distribution
         parameters = self.strategy.scores(outputs)
-        if parameters.ndim != 2 or parameters.shape[1] != distribution.width or not parameters.isfinite().all():
+        if parameters.ndim != 2 or parameters.shape[1] != distribution.width or not all_finite(parameters):
             kind = "parameters" if distribution.is_continuous else "logits"
             raise ValueError(
                 f"EnvironmentRollouts: the policy returned {kind} of shape {tuple(parameters.shape)}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_bool, check_positive, check_type, check_whole_number
+from pulsetrain.engine.argument_checks import check_bool, check_number, check_positive, check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
 from pulsetrain.engine.errors import ConfigurationError, refused
@@ -79,12 +79,14 @@ class TextRollouts(Rollouts):
         importance_cap: the largest weight of a text that a different model has drawn, a sampler that returns its
             log-probabilities: the advantage is multiplied with how much likelier the text is under the policy, up to
             this (truncated importance sampling). None leaves the advantages as they are.
-        staleness: 1 draws the texts of a rollout while the policy learns from the one before, by the weights from
-            before that, of which it keeps a copy; their advantages are weighted by `importance_cap`. A checkpoint waits
-            for these texts and holds them.
+        staleness: draws the texts of a rollout while the policy learns from so many rollouts before it, by the weights
+            from before those, and keeps as many copies of the weights; their advantages are weighted by
+            `importance_cap`. A checkpoint waits for these texts and holds them.
         background: whether a thread draws them. False draws the same texts at the same place in the run, but waits.
         log_completions: how many completions of each rollout or validation are published by MEDIA_LOGGED, with prompt
             and rewards, in at most 1000 characters each; loggers, the recorder and the report show them.
+        temperature: of a validation set: divides the logits; 0 takes the most likely token each time. None: as the
+            strategy draws. Training draws at the strategy's temperature.
 
     Raises:
         ConfigurationError: there is no prompt, a prompt is empty, a number is out of range, or the functions do not fit
@@ -109,6 +111,7 @@ class TextRollouts(Rollouts):
         staleness: int = 0,
         background: bool = True,
         log_completions: int = 0,
+        temperature: float | None = None,
     ) -> None:
         self._decode = None if tokenizer is None else decoder_of("TextRollouts", tokenizer)
         self._asked = read_prompts("TextRollouts", prompts, tokenizer, self._decode)
@@ -125,8 +128,10 @@ class TextRollouts(Rollouts):
         needs = "a function of prompts and a number of tokens"
         check_type("TextRollouts", "sampler", sampler, Callable | None, needs)
         check_positive("TextRollouts", "importance_cap", importance_cap, or_none=True)
-        check_whole_number("TextRollouts", "staleness", staleness, at_least=0, below=2)
+        check_whole_number("TextRollouts", "staleness", staleness, at_least=0)
         check_bool("TextRollouts", "background", background)
+        if temperature is not None:
+            check_number("TextRollouts", "temperature", temperature)
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
                 f"the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
@@ -139,6 +144,7 @@ class TextRollouts(Rollouts):
         self.end_token, self.pad_token, self.pad_to = end_token, pad_token, pad_to
         self.sampling, self.importance_cap = sampling, importance_cap
         self.staleness, self.background, self.log_completions = staleness, background, log_completions
+        self.temperature = temperature
         self._sampler, self._longest = sampler, longest
         self._writer: TextWriter | None = None  # once there is a policy
         super().__init__()
@@ -163,6 +169,9 @@ class TextRollouts(Rollouts):
 
     def begin(self, trainer: PolicyTrainer) -> None:
         strategy = trainer.strategy
+        if self.temperature is not None and self.temperature != strategy.temperature:
+            rule = f"is of a validation set; training draws at the strategy's, {strategy.temperature:g}; set it there"
+            raise refused(self, rule, "temperature")
         most = getattr(strategy, "max_length", None)
         if most is not None and most < self.max_new_tokens:
             needed = self.max_new_tokens
@@ -199,7 +208,7 @@ class TextRollouts(Rollouts):
         self._writer = TextWriter(
             trainer, self.sharing, self._texts_of, max_new_tokens=self.max_new_tokens, end_token=self.end_token,
             pad_token=self.pad_token, pad_to=self.pad_to, sampler=self._sampler, sampling=self.sampling,
-            staleness=staleness, background=self.background,
+            staleness=staleness, background=self.background, temperature=self.temperature,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ for a validation
@@ -325,7 +334,7 @@ class TextRollouts(Rollouts):
     def _draw(self, prompts: list[list[int]], rows: Sequence[int], rollout: int, turn: int = 0) -> list[Completion]:
         """One completion of each prompt."""
         assert self._writer is not None
-        return self._writer.draw(prompts, [rng.derive(self.seed, rollout, row, turn) for row in rows])
+        return self._writer.draw(prompts, [rng.derive(self.seed, rollout, row, turn) for row in rows], rollout)
 
     def _whole(self, found: list[Completion], scored: Tensor) -> tuple[list[Completion], Tensor]:
         """The texts of all processes and their rewards, shape (texts, functions), from those of this one."""

@@ -14,6 +14,7 @@ from pulsetrain.engine.errors import ConfigurationError, refused, shortened
 from pulsetrain.engine.losses import implicit_rewards
 from pulsetrain.engine.losses.tokens import masked_sum_log_probs, token_log_probs
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree
+from pulsetrain.engine.strategies.fields_of_sides import fields_of_sides, padded_to
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
 
@@ -100,7 +101,8 @@ class AnswerStrategy(WithReference):
         length = max(tokens.shape[1] for tokens, _ in read.values())
         tokens = torch.cat([padded_to(length, tokens, 0) for tokens, _ in read.values()])
         labels = torch.cat([padded_to(length - 1, labels, IGNORED) for _, labels in read.values()])
-        inputs = self._inputs(tokens[:, :-1], None, self._shared_by_sides(batch, self._sides, rows))
+        fields = fields_of_sides(self, batch, {side: each for side, (each, _) in read.items()}, cut=True)
+        inputs = self._inputs(tokens[:, :-1], None, fields)
         targets = {"labels": labels, **self._further_targets(batch, rows)}
         if self._refers:
             targets["reference"] = self._reference_log_probs(batch, inputs, labels, rows, check)
@@ -246,11 +248,6 @@ def metrics_of_rewards(chosen: Array, rejected: Array) -> dict[str, Array]:
         "chosen_reward": xp.mean(chosen),
         "rejected_reward": xp.mean(rejected),
     }
-
-
-def padded_to(length: int, rows: Tensor, value: int) -> Tensor:
-    """The rows with this value after their end, shape (rows, length)."""
-    return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=value)
 
 
 def _looked_up(labels: Array) -> Array:

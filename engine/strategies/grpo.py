@@ -28,6 +28,8 @@ __all__ = ["GRPOStrategy"]
 
 _SCALES = {"grpo": "group", "rloo": "none", "gdpo": "group"}  # kind of advantages -> default of scale_rewards
 
+_NEXT_TO_NONE = 1e-9  # tokens
+
 
 class GRPOStrategy(PolicyStrategy):
     """Raises the probability of texts with a higher reward than the other texts for their prompt.
@@ -193,7 +195,9 @@ class GRPOStrategy(PolicyStrategy):
         if self.normalization != "token_mean":
             return len(targets["mask"])
         counted: Tensor = _counted(targets)
-        return counted.sum().clamp(min=1)  # 1: where every text was truncated, the loss is 0, and not nan
+        total = counted.sum()
+        # a batch whose texts were all truncated has the loss 0 and next to no weight; with none, its mean would be nan
+        return total.float().clamp(min=_NEXT_TO_NONE) if "truncated" in targets else total
 
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
         """The objective plus the weighted divergence from the reference, minus the weighted entropy; shape ()."""

@@ -7,7 +7,7 @@ with each document. All positions but the last predict, and all but the first ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,8 @@ from pulsetrain.engine.strategies.model_signature import accepted_by, own_coeffi
 
 __all__ = ["LanguageStrategy", "NextTokenStrategy", "logits_of", "values_of"]
 
-_READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})  # the fields that strategies know
-_SIDES = ("", "chosen_", "rejected_", "kl_")  # before these names in batches of answers, of whatever strategy
-_OF_ROWS = {"margin", "desirable"}  # further ones of such batches, which may serve several strategies
+READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
+"""The fields of a batch that every strategy knows."""
 
 
 class LanguageStrategy:
@@ -257,10 +256,14 @@ class LanguageStrategy:
             TypeError: the model's forward does not accept a field, or it is an array of another library.
         """
         takes_mask = bool(self._aux_weight) and positions is None
-        found = self._unread(batch, lambda name: name in _READ and not (takes_mask and name == "attention_mask"))
+        found = self.unread(batch, lambda name: name in READ and not (takes_mask and name == "attention_mask"))
         return {name: each[:, :-1] if each.shape == tokens.shape else each for name, each in found.items()}
 
-    def _unread(self, batch: Mapping[str, Any], reads: Callable[[str], bool]) -> dict[str, Tensor]:
+    def accepts(self, name: str) -> bool:
+        """Whether the model's forward accepts a field of this name beside input_ids; true if that is unknown."""
+        return self._accepts is None or name in self._accepts
+
+    def unread(self, batch: Mapping[str, Any], reads: Callable[[str], bool]) -> dict[str, Tensor]:
         """The tensors that the strategy does not read and the model's forward accepts, by name.
 
         Values that are not arrays, such as texts, are left out.
@@ -279,7 +282,7 @@ class LanguageStrategy:
             if not isinstance(value, Tensor):
                 require_tensor(self._place, name, value)
                 continue
-            if self._accepts is not None and name not in self._accepts:
+            if not self.accepts(name):
                 raise TypeError(
                     f"{self._place}: the batch has {name!r}, {describe(value)}, which neither the strategy reads nor "
                     "the model's forward accepts beside input_ids; let the loader drop the column, or give forward a "
@@ -287,27 +290,6 @@ class LanguageStrategy:
                 )
             found[name] = value
         return found
-
-    def _shared_by_sides(self, batch: Mapping[str, Any], sides: Sequence[str], rows: int) -> dict[str, Tensor]:
-        """What `_unread` finds in a batch of answers with several sides in a row: each row once for every side.
-
-        Args:
-            batch: the loader's.
-            sides: prefixes of its fields.
-            rows: of each side.
-
-        Raises:
-            TypeError: see `_unread`.
-            ValueError: a field has another number of rows.
-        """
-        names = {f"{side}{name}" for side in (*sides, *_SIDES) for name in _READ} | _OF_ROWS
-        found = self._unread(batch, lambda name: name in names or name.startswith("reference_"))
-        for name, each in found.items():
-            if not each.ndim or len(each) != rows:
-                raise ValueError(
-                    f"{self._place}: {name!r} is {describe(each)}, and there are {rows} rows; one for each"
-                )
-        return {name: torch.cat([each] * len(sides)) for name, each in found.items()}
 
     def _with_aux_loss(self, loss: Array, outputs: object) -> Array:
         """The loss; if the model has an auxiliary loss of its own, a pair: the sum, and the auxiliary loss by name.

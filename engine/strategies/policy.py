@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_number, check_positive, check_whole_number
-from pulsetrain.engine.arrays import Array, on_host
+from pulsetrain.engine.arrays import Array, all_finite, on_host
 from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
 from pulsetrain.engine.losses.masks import mean_of, zero_outside
 from pulsetrain.engine.losses.tokens import token_log_probs
@@ -159,7 +159,7 @@ class PolicyStrategy(WithReference):
         for name, value in targets.items():
             if name not in _NUMBERS:
                 self._check_shape(name, value, shape, _REMEDY, "actions", shape[:1], shape[:-1])
-            if value.is_floating_point() and (check or on_host(value)) and not value.isfinite().all():
+            if value.is_floating_point() and (check or on_host(value)) and not all_finite(value):
                 wrong = int((~value.isfinite()).sum())
                 raise ValueError(
                     f"{self._place}: {wrong} of {value.numel()} {name!r} are not finite; check the rewards and "

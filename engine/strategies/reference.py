@@ -153,8 +153,10 @@ class Reference:
         if self._compared or self._policy is None or self._model is None or self._model is self._policy:
             return
         named = inputs if isinstance(inputs, Mapping) else {"": inputs}
-        one = {name: v[:1] if isinstance(v, Tensor) else v for name, v in named.items()}  # a row, with its image
-        first = one if isinstance(inputs, Mapping) else one[""]
+        rows = {len(v) for v in named.values() if isinstance(v, Tensor)}
+        if len(rows) == 1:  # else the patches of an image are not one row
+            named = {name: v[:1] if isinstance(v, Tensor) else v for name, v in named.items()}
+        first = named if isinstance(inputs, Mapping) else named[""]
         with eval_mode(self._policy):
             sizes = [logits_of(call(model, first)).shape[-1] for model in (self._model, self._policy)]
         if sizes[0] != sizes[1]:

@@ -14,7 +14,8 @@ from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.losses import bradley_terry_loss
 from pulsetrain.engine.losses.masks import constant
 from pulsetrain.engine.step.protocols import TrainingBatch, describe
-from pulsetrain.engine.strategies.answers import metrics_of_rewards, padded_to
+from pulsetrain.engine.strategies.answers import metrics_of_rewards
+from pulsetrain.engine.strategies.fields_of_sides import fields_of_sides, padded_to
 from pulsetrain.engine.strategies.language import LanguageStrategy
 
 __all__ = ["RewardModelStrategy"]
@@ -48,15 +49,17 @@ class RewardModelStrategy(LanguageStrategy):
     Args:
         center_coef: the weight of the squared sum of the two rewards, which keeps them near 0, such as 0.01 (Eisenstein
             2023).
+        aux_loss_coef: weight of the auxiliary loss that the model returns as `aux_loss`; 0 leaves it out. None: as the
+            model's configuration says.
 
     Raises:
-        ConfigurationError: it is not a number of at least 0.
+        ConfigurationError: one of them is not a number of at least 0.
     """
 
     takes_shards = True  # it calls the model as a whole
 
-    def __init__(self, center_coef: float = 0.0) -> None:
-        super().__init__()
+    def __init__(self, center_coef: float = 0.0, aux_loss_coef: float | None = None) -> None:
+        super().__init__(aux_loss_coef)
         check_number(self._place, "center_coef", center_coef)
         self.center_coef = center_coef
         self._pad_token: int | None = None  # after whose last other token a model of transformers looks for the reward
@@ -92,7 +95,7 @@ class RewardModelStrategy(LanguageStrategy):
         within = torch.arange(length, device=tokens.device) <= ends[:, None]
         if self._pad_token is not None:  # the model finds the end of a text by it, whatever the batch is padded with
             tokens = torch.where(within, tokens, self._pad_token)
-        fields = self._shared_by_sides(batch, _SIDES, pairs)
+        fields = fields_of_sides(self, batch, dict(zip(_SIDES, read, strict=True)), cut=False)
         if self._takes_mask:
             fields["attention_mask"] = within.long()
         inputs = self._inputs(tokens, None, fields)
@@ -133,8 +136,11 @@ class RewardModelStrategy(LanguageStrategy):
         return margin
 
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
-        """The mean loss of the pairs, shape ()."""
-        return bradley_terry_loss(*self._rewards(outputs, batch), batch.targets.get("margin"), self.center_coef)
+        """The mean loss of the pairs, shape (); a pair of it and its parts if the model has an auxiliary loss."""
+        if check:
+            self._check_aux_loss(outputs)
+        loss = bradley_terry_loss(*self._rewards(outputs, batch), batch.targets.get("margin"), self.center_coef)
+        return self._with_aux_loss(loss, outputs)
 
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
         """Means over the pairs.

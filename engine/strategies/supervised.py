@@ -91,6 +91,22 @@ class SupervisedStrategy:
             return TrainingBatch(inputs, targets, samples, 0, (targets != self._ignored).sum())
         return TrainingBatch(inputs, targets, samples, 0, targets.numel())
 
+    def prepare_inputs(self, batch: Tree) -> Tree:
+        """What the model is called with to predict: the batch without its targets, if it has any.
+
+        >>> strategy = SupervisedStrategy()
+        >>> strategy.prepare_inputs(("inputs", "targets")), strategy.prepare_inputs({"x": 1, "label": 2})
+        ('inputs', {'x': 1})
+        """
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return batch[0]
+        if isinstance(batch, TrainingBatch):
+            return batch.inputs
+        if isinstance(batch, Mapping):
+            targets = _TARGETS if self.target is None else (self.target,)
+            return {name: value for name, value in batch.items() if name not in targets}
+        return batch
+
     def _fields(self, batch: object) -> tuple[dict[str, Tree], Tree]:
         """The inputs by name, and the targets, of a mapping."""
         fields = batch if isinstance(batch, Mapping) else {}

@@ -149,7 +149,7 @@ class LossSpikeGuard(Guard):
         found: list[int] = []
         for (batch, _), loss in zip(unseen, losses, strict=True):
             before, bound = self._spiking, self._bound
-            self._spiking = self._is_spike(loss)
+            self._spiking = self.step(loss)
             if not self._spiking:
                 continue
             self.spikes += 1
@@ -161,7 +161,8 @@ class LossSpikeGuard(Guard):
             first, last = found[0] - self.margin, found[-1]
             self._act(engine, first, last, f"the loss has jumped at iteration {found[0]}")
 
-    def _is_spike(self, loss: float) -> bool:
+    def step(self, loss: float) -> bool:
+        """Judge the next loss, without an engine; returns whether it is a spike."""
         if math.isfinite(loss) and loss <= self._bound:
             self._losses.append(loss)
             self._in_a_row.clear()

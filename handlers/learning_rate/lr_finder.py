@@ -31,7 +31,7 @@ from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder, replace_file
 
-__all__ = ["LRFinder", "LRFinderResult"]
+__all__ = ["LRFinder", "LRFinderResult", "trial_losses"]
 
 LOOK = 10  # updates between two reads of the losses, each of which waits for the device
 SETTLED = 10  # updates after which single batches hardly matter to the mean of the losses
@@ -190,7 +190,7 @@ class LRFinder(Handler):
 
     def _sweep(self, trainer: Trainable, batches: Iterator[object]) -> list[float]:
         """The losses until they are seen to diverge; a few more come after, since the host reads every few updates."""
-        found = _trial_losses(trainer.stepper, batches)
+        found = trial_losses(trainer.stepper, batches)
         ratios = group_ratios(trainer.optimizer, "LRFinder")
         for each in (trainer.model, trainer.optimizer):  # a schedule-free optimizer has modes, too
             train = getattr(each, "train", None)
@@ -293,7 +293,7 @@ def _check(trainer: object) -> None:
         )
 
 
-def _trial_losses(stepper: TrialStepper, batches: Iterator[object]) -> Iterator[Tensor]:
+def trial_losses(stepper: TrialStepper, batches: Iterator[object]) -> Iterator[Tensor]:
     """Updates as the trainer makes them, on an engine that nobody listens to.
 
     Yields:

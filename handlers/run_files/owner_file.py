@@ -15,7 +15,6 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,6 +23,7 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.file_lock import lock, unlock
 from pulsetrain.engine.file_system import file_system_of, report_once
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.run_files.owner_process import decoded, has_ended, processes
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["OWNER_FILE", "OwnerFile"]
@@ -113,7 +113,7 @@ class OwnerFile:
             there = self._read()
             if there is None:
                 continue
-            if not _has_ended(there) and self._is_touched():
+            if not has_ended(there) and self._is_touched():
                 if not wait:
                     raise self._refused(there)
                 continue
@@ -193,45 +193,15 @@ def _has_locks(folder: Path) -> bool:
 def _description() -> bytes:
     facts: dict[str, object] = {"pid": os.getpid(), "host": socket.gethostname()}
     facts |= {"job": slurm_job()} if slurm_job() else {}
-    facts |= {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "id": uuid.uuid4().hex, "processes": _processes()}
+    facts |= {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "id": uuid.uuid4().hex, "processes": processes()}
     return msgspec.json.encode(facts) + b"\n"
 
 
 def _described(content: bytes) -> str:
     try:
-        owner = _decoded(content)
+        owner = decoded(content)
         job = f" in Slurm job {owner['job']}" if owner.get("job") else ""
         job += " (this one)" if job and owner["job"] == slurm_job() else ""
         return f" by process {owner['pid']} on {owner['host']}{job} since {owner['since']}"
     except (ValueError, KeyError):  # it is just being written
         return " by another process"
-
-
-def _has_ended(content: bytes) -> bool:
-    """Whether the owner is known to have ended: the number of a process says nothing on other hosts."""
-    try:
-        owner = _decoded(content)
-        if not _processes() or owner["processes"] != _processes():
-            return False
-        os.kill(int(owner["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, ValueError, KeyError):
-        return False
-    return False
-
-
-def _decoded(content: bytes) -> dict[str, Any]:
-    found = msgspec.json.decode(content)
-    if not isinstance(found, dict):
-        raise ValueError(f"{found!r} does not describe an owner")
-    return found
-
-
-def _processes() -> str:
-    """Within which the numbers of processes differ: a start of a host, or of a container; empty if it is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""

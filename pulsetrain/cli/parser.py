@@ -3,7 +3,8 @@
 Each command has two modules. `commands.NAME` says what it accepts: HELP, its line in the list of commands; DESCRIPTION;
 EPILOG, with examples and exit statuses; SYNOPSIS, where the usage line of argparse is too long; and add_arguments. It
 imports nothing that takes time. `NAME` has `run`, which gets the arguments and, among them, the `settings` of a
-configuration, and returns the exit status; it is imported when the command is run.
+configuration, and returns the exit status; it is imported when the command is run. ARCHIVES names the arguments
+that may be archives of runs; `run` gets the folders that they were unpacked into.
 """
 
 from __future__ import annotations
@@ -12,23 +13,36 @@ import argparse
 import platform
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from pulsetrain.cli.commands import (
+    archive,
+    bisect,
     checkpoint,
     completion,
     config,
     debug,
     diff,
+    doctor,
     events,
+    examples,
     export,
     fork,
+    init,
     lr_find,
     memory,
+    prune,
     replay,
     report,
+    runs,
+    serve,
+    submit,
+    sweep,
+    tag,
     train,
     verify,
+    watch,
     where,
 )
 
@@ -39,9 +53,15 @@ COMMANDS = (
     config,
     lr_find,
     memory,
+    runs,
+    watch,
+    serve,
+    sweep,
+    submit,
     replay,
     events,
     diff,
+    bisect,
     where,
     verify,
     fork,
@@ -49,6 +69,12 @@ COMMANDS = (
     report,
     export,
     checkpoint,
+    tag,
+    archive,
+    prune,
+    init,
+    examples,
+    doctor,
     completion,
 )
 
@@ -70,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pulsetrain",
         description="Train models from a configuration file, and work with recorded runs.",
-        epilog="Begin with: pulsetrain train examples/byte_lm/config.yaml",
+        epilog="Begin with: pulsetrain init",
         formatter_class=_Help,
         allow_abbrev=False,
     )
@@ -89,15 +115,27 @@ def make_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         each.add_arguments(added)
-        added.set_defaults(module=module)
+        added.set_defaults(module=module, archives=getattr(each, "ARCHIVES", ()))
     commands.choices["completion"].set_defaults(program=parser, commands=commands.choices)
     return parser
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the chosen command; returns its exit status."""
+    for name in arguments.archives:
+        setattr(arguments, name, _unpacked(getattr(arguments, name)))
     status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
     return status
+
+
+def _unpacked(given: object) -> object:
+    if isinstance(given, list):
+        return [_unpacked(each) for each in given]
+    if not isinstance(given, Path) or not given.is_file():
+        return given
+    from pulsetrain.runs.archive import unpacked
+
+    return unpacked(given)
 
 
 class _Help(argparse.HelpFormatter):

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.instantiate import instantiate
-from pulsetrain.configuration.parse import load_yaml
 from pulsetrain.configuration.shipped_handlers import HANDLERS, ShippedHandlers
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine import ConfigurationError, Events, MetricNotFoundError, PulsetrainError
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog

@@ -9,7 +9,14 @@ from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["CONFIGURED", "LAUNCHED", "reject_settings", "split_settings"]
 
-CONFIGURED = ("train", "config", "lr-find", "memory", "fork")  # the commands that take settings of a configuration
+CONFIGURED = (
+    "train",
+    "config",
+    "lr-find",
+    "memory",
+    "fork",
+    "submit",
+)  # the commands that take settings of a configuration
 LAUNCHED = ("verify",)  # of the others, those that take --launch.nproc
 
 EXAMPLE = "a setting is given as --training.learning_rate 3e-4"

@@ -22,6 +22,7 @@ from pulsetrain.engine import ConfigurationError, Events, PulsetrainError
 from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import PeerFailed
+from pulsetrain.handlers import RunSummary
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 
@@ -64,6 +65,9 @@ def _run(arguments: argparse.Namespace) -> int:
             assembly.trainer.add_event_handler(
                 Events.STARTED, lambda engine: updates.append(engine.state.update) if len(updates) == 1 else None
             )
+            for handler in assembly.trainer.handlers:
+                if isinstance(handler, RunSummary):
+                    handler.ending = False  # this command prints the results itself
             watch.follow(assembly.trainer)
             assembly.trainer.train(resume=arguments.resume)
         except (KeyboardInterrupt, SystemExit) as stop:

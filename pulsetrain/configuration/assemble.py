@@ -13,9 +13,10 @@ from pulsetrain.configuration.claim import Claim, SharedClaim, has_checkpoint, r
 from pulsetrain.configuration.class_paths import Factory, look_in
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
-from pulsetrain.configuration.parse import differences, load_yaml
+from pulsetrain.configuration.parse import differences
 from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.configuration.shipped_handlers import HANDLERS
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine import ConfigurationError, Events, JaxBackend, PulsetrainError, TorchBackend, backends
 from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.checkpoint import resolve

@@ -62,13 +62,14 @@ def _not_imported(named: str, module: str, error: Exception) -> ConfigurationErr
 def outdated_import(error: BaseException) -> str:
     """What is wrong where a user's module imports a name of version 0.1, with the file and the line; else "".
 
-    Raised by an import, the error's traceback ends in the import system; the last frame before it is the user's.
+    Raised by an import, the error's traceback ends in the import system or in another's loader (pytest's rewrites the
+    modules of an installed package); the last frame before them is the user's.
     """
     if not isinstance(error, ImportError) or error.name is None or (new := current_module(error.name)) is None:
         return ""
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
     ours = [frame for frame in frames if frame.filename.endswith(("engine/__init__.py", "handlers/__init__.py"))]
-    users = [frame for frame in frames if frame not in ours]
+    users = [frame for frame in frames if frame not in ours and frame.name != "exec_module"]
     at = f"{users[-1].filename}, line {users[-1].lineno}: " if users else ""
     return f"{at}{error.name!r} is a name of version 0.1; import {new}"
 

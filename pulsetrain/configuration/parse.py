@@ -7,8 +7,7 @@ where it knows the type: not inside a section that any class path may fill
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,12 @@ import yaml
 
 from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.sections import NAMED, SECTIONS
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["differences", "load_yaml", "read_config"]
+__all__ = ["differences", "read_config"]
 
 STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "ProgressBar", "CrashBundle")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of version 1.2 (3e-4 is one); a key that is given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1 and key != "<<":
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_NUMBER = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)|[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)"
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER})$"), list("-+0123456789."))
-
-
-def load_yaml(text: str) -> Any:  # whatever the text holds
-    """The value that YAML text holds; numbers may be written as 3e-4.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or gives a key twice.
-
-    >>> load_yaml("{learning_rate: 3e-4, betas: [0.9, 0.99]}")
-    {'learning_rate': 0.0003, 'betas': [0.9, 0.99]}
-    """
-    return yaml.load(text, _Loader)
 
 
 def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.parse import read_config
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.redaction import redacted_settings
@@ -45,4 +46,8 @@ def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) 
 def base_of(folder: Path) -> Path:
     """The folder in which class paths are looked up first: where the run was started, or the configuration's own."""
     base = read_run_file(folder).get("base")
+    if base is None and (sweep := folder / "sweep.yaml").is_file():  # whose best.yaml is asked about
+        saved = load_yaml(sweep.read_text(encoding="utf-8"))
+        config = saved.get("config") if isinstance(saved, dict) else None
+        base = str(base_of(Path(config).parent)) if isinstance(config, str) and Path(config).is_absolute() else None
     return Path(base) if isinstance(base, str) and Path(base).is_dir() else folder

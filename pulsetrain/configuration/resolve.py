@@ -26,10 +26,11 @@ from pulsetrain.configuration.instantiate import (
     spec_of,
 )
 from pulsetrain.configuration.names_0_1 import current_path
-from pulsetrain.configuration.parse import load_yaml, read_config
+from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.configuration.shipped_handlers import HANDLERS
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Resolved", "resolve"]

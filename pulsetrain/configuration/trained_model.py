@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,51 @@ from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine import ConfigurationError, TorchBackend
-from pulsetrain.engine.checkpoint import Location, load_weights
+from pulsetrain.engine.argument_checks import check_type
+from pulsetrain.engine.checkpoint import Location, load_weights, resolve
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.pretrained import fill
 from pulsetrain.engine.step.protocols import BindsModel, Tree
 
-__all__ = ["example_inputs", "run_holding", "trained_model"]
+__all__ = ["example_inputs", "load", "run_holding", "trained_model"]
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """A model with the weights of a checkpoint, in eval mode, to predict with.
+
+    >>> import tempfile
+    >>> import pulsetrain
+    >>> from pulsetrain import Checkpointer, Trainer, TrainingConfig
+    >>> model, data = nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = Path(folder, "run")
+    ...     handlers, config = [Checkpointer(run)], TrainingConfig(progress=False)
+    ...     history = Trainer(
+    ...         model, data, strategy=pulsetrain.SupervisedStrategy("mse"), handlers=handlers, config=config
+    ...     ).train()
+    ...     loaded = pulsetrain.load(run, nn.Linear(2, 1))
+    >>> torch.equal(loaded.weight, model.weight), loaded.training
+    (True, False)
+
+    Args:
+        path: a run folder, for its latest checkpoint; `best` or `latest` in it, as "runs/a/best"; a checkpoint's
+            folder; or a URL of one.
+        model: gets the weights, converted to its dtype and on its device. None makes the model of a run that was
+            started from a configuration, on the CPU.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or its weights do not fit the model.
+        ConfigurationError: no model was given, and the run has no configuration to make it from.
+    """
+    checkpoint = resolve(path)
+    if model is None:
+        return trained_model(checkpoint)
+    check_type("load", "model", model, nn.Module, "a torch module, which gets the weights")
+    load_weights(model, checkpoint)
+    return model.eval()
 
 
 def trained_model(checkpoint: Location) -> nn.Module:

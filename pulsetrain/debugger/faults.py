@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import LoggedEvent
+from pulsetrain.engine.recording.ending import format_error
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.replay.payloads import whole
 from pulsetrain.engine.recording.replay.source import Past
-from pulsetrain.export.event_formats import format_error, format_rows
+from pulsetrain.export.event_formats import format_rows
 from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
 __all__ = ["Fault", "find_faults"]

@@ -14,7 +14,7 @@ from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["FORMATS", "check_field", "field_value", "format_count", "format_error", "format_rows"]
+__all__ = ["FORMATS", "check_field", "field_value", "format_count", "format_rows", "values_of"]
 
 _FIELDS = LoggedEvent.__struct_fields__
 _VALUES = ("output", "metrics", "payload", "lr", "error")
@@ -43,18 +43,6 @@ def format_count(number: int, thing: str) -> str:
     ('1 epoch', '2,000 epochs')
     """
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def format_error(error: Json) -> str:
-    """A logged exception as one line.
-
-    >>> format_error({"__type__": "builtins.ValueError", "message": "bad batch"})
-    'ValueError: bad batch'
-    """
-    if type(error) is not dict:
-        return str(error)
-    kind, message = str(error.get("__type__") or "an exception").rpartition(".")[2], str(error.get("message") or "")
-    return f"{kind}: {message}" if message else kind
 
 
 def format_rows(rows: Sequence[object], limit: int = 16) -> str:
@@ -125,11 +113,20 @@ def _cell(event: LoggedEvent, name: str) -> str:
     if name == "t":
         return datetime.fromtimestamp(event.t / 1e9, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     if name == "values":
-        values = {each: getattr(event, each) for each in _VALUES}
-        text = " ".join(f"{each}={_text(value)}" for each, value in values.items() if value is not None)
+        text = values_of(event)
     else:
         text = _text(field_value(event, name))
     return text if text.isprintable() else _encode(text).decode()
+
+
+def values_of(event: LoggedEvent) -> str:
+    """What the event carries.
+
+    >>> values_of(LoggedEvent(output={"loss": 0.5}, lr=[0.1]))
+    'output={"loss":0.5} lr=[0.1]'
+    """
+    values = {each: getattr(event, each) for each in _VALUES}
+    return " ".join(f"{each}={_text(value)}" for each, value in values.items() if value is not None)
 
 
 def _text(value: Json) -> str:

@@ -66,9 +66,12 @@ class Curve:
         kept = np.ones(at.shape, dtype=bool)
         kept[:, 1] = at[:, 1] != at[:, 0]
         at, values = at[kept], values[kept]
-        if self._first is not None and len(at):
-            if at[0] != self._first[0]:
-                at, values = np.append(self._first[0], at), np.append(self._first[1], values)
+        first = self._first
+        if first is None and self._values:
+            first = (self._iterations[0], self._values[0])
+        if first is not None and len(at):
+            if at[0] != first[0]:
+                at, values = np.append(first[0], at), np.append(first[1], values)
             if at[-1] != self.last[0]:
                 at, values = np.append(at, self.last[0]), np.append(values, self.last[1])
         return at, values
@@ -99,9 +102,15 @@ class Curve:
         return buckets[_LAST], np.asarray(averages, dtype=float)
 
     def _fitting(self, limit: int) -> Floats:
-        """The buckets, merged until they are drawn with at most `limit` points."""
-        self._pack(whole=True)
+        """The buckets and the pending points, merged until they are drawn with at most `limit` points.
+
+        The pending points stay pending: a bucket that is put away each time a growing curve is drawn would be small.
+        """
         buckets = self._buckets
+        if self._values:
+            at, values = (np.asarray(each, dtype=float) for each in (self._iterations, self._values))
+            self._note_extremes(at, values)
+            buckets = np.concatenate([buckets, _joined(_single(at, values), self._size)], axis=1)
         while _points_of(buckets) > limit:
             buckets = _joined(buckets, 2)
         return buckets
@@ -117,9 +126,7 @@ class Curve:
             self._first = (int(at[0]), float(values[0]))
         self._last = (int(at[-1]), float(values[-1]))
         self._note_extremes(at, values)
-        finite = ~np.isnan(values)
-        single = np.stack([at, at, values, at, values, np.where(finite, values, 0.0), finite.astype(float)])
-        self._buckets = np.concatenate([self._buckets, _joined(single, self._size)], axis=1)
+        self._buckets = np.concatenate([self._buckets, _joined(_single(at, values), self._size)], axis=1)
         del self._iterations[:count], self._values[:count]
         while _points_of(self._buckets) > POINTS:
             self._buckets = _joined(self._buckets, 2)
@@ -137,6 +144,12 @@ class Curve:
     def settle(self) -> None:
         """Put all pending points into buckets, so that `least` and `greatest` include them."""
         self._pack(whole=True)
+
+
+def _single(at: Floats, values: Floats) -> Floats:
+    """A bucket for each point."""
+    finite = ~np.isnan(values)
+    return np.stack([at, at, values, at, values, np.where(finite, values, 0.0), finite.astype(float)])
 
 
 def _points_of(buckets: Floats) -> int:

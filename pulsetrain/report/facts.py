@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from pulsetrain.configuration.parse import load_yaml
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
 

@@ -7,43 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.ranks import describe_divergence, diff_ranks
 from pulsetrain.engine.recording.diff.result import describe_event
+from pulsetrain.engine.recording.ending import format_error
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.engine.recording.where import Position, positions, stragglers
-from pulsetrain.export.event_formats import format_error
+from pulsetrain.report.mean_time import LOADING, STEP, MeanTime
 
-__all__ = ["Process", "Processes", "read_processes"]
+__all__ = ["Process", "Processes", "hosts_of", "read_processes"]
 
-_STARTED, _RAISED, _DIVERGED = (each.value for each in (Events.STARTED, Events.EXCEPTION_RAISED, Events.RANKS_DIVERGED))
-# from an event to the one that follows it
-_STEP = Events.ITERATION_STARTED.value, Events.ITERATION_COMPLETED.value
-_LOADING = Events.GET_BATCH_STARTED.value, Events.GET_BATCH_COMPLETED.value
-_READ = frozenset({_STARTED, _RAISED, _DIVERGED, *_STEP, *_LOADING})
-
-
-class _Mean:
-    """The mean time from one event to another, in nanoseconds."""
-
-    def __init__(self, begin: str, end: str) -> None:
-        self._begin, self._end = begin, end
-        self._begun: int | None = None
-        self._sum = self._count = 0
-
-    def add(self, event: LoggedEvent) -> None:
-        if event.event == self._begin:
-            self._begun = event.t
-        elif event.event == self._end and self._begun is not None:
-            if event.t >= self._begun:  # else the clock was set back
-                self._sum, self._count = self._sum + event.t - self._begun, self._count + 1
-            self._begun = None
-
-    @property
-    def seconds(self) -> float | None:
-        return self._sum / self._count / 1e9 if self._count else None
+_STARTED, _RAISED, _DIVERGED = "started", "exception_raised", "ranks_diverged"
+_READ = frozenset({_STARTED, _RAISED, _DIVERGED, *STEP, *LOADING})
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ def read_processes(run: Path) -> Processes | None:
     Raises:
         RecordingError: a log has a newer format.
     """
-    hosts = _hosts(run)
+    hosts = hosts_of(run)
     found = {each.rank: each for each in positions(run)}
     ranks = sorted({*found, *range(len(hosts or ()))})
     if len(ranks) < 2:
@@ -90,7 +66,7 @@ def read_processes(run: Path) -> Processes | None:
     waiting = len(last) < sum(not each.ended for each in present)
     processes, raised, diverged, damage = [], [], [], []
     for rank in ranks:
-        step, loading = _Mean(*_STEP), _Mean(*_LOADING)
+        step, loading = MeanTime(*STEP), MeanTime(*LOADING)
         if rank in found:
             log = EventLog(run, rank)
             error: LoggedEvent | None = None
@@ -117,7 +93,7 @@ def read_processes(run: Path) -> Processes | None:
     return Processes(tuple(processes), agreement, agree, _first_error(raised), _first(diverged), tuple(damage))
 
 
-def _hosts(run: Path) -> list[str] | None:
+def hosts_of(run: Path) -> list[str] | None:
     """The hosts of the run's last start, by rank, [""] for one process; None if run.json does not say."""
     starts = read_run_file(run).get("starts")
     if not isinstance(starts, list) or not starts:

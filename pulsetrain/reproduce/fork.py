@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulsetrain.configuration.claim import holds_run
-from pulsetrain.configuration.parse import differences, load_yaml
+from pulsetrain.configuration.parse import differences
 from pulsetrain.configuration.rebuild import rebuild
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine import CheckpointLoaded, ConfigurationError, Events, RunFolderError
 from pulsetrain.engine.checkpoint import Location, load_checkpoint
 from pulsetrain.engine.distributed.joining import join

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path, PurePath
@@ -23,7 +24,7 @@ from pulsetrain.handlers import Checkpointer, LRScheduler, ReduceLROnPlateau
 from pulsetrain.state.object_graph import attributes_of, is_users, package_of
 from pulsetrain.state.part import StateDict, Stateful, keeps_state
 
-__all__ = ["HandlerRegistry", "arguments_of", "is_foreign", "owner_of", "state_of"]
+__all__ = ["HandlerRegistry", "arguments_of", "is_foreign", "owner_of", "plain_arguments", "state_of"]
 
 _OWN = ("pulsetrain", "ignite")
 _PLAIN = (str, int, float, bool, type(None))
@@ -229,6 +230,24 @@ def arguments_of(handler: object) -> list[str]:
         return list(inspect.signature(type(handler).__init__).parameters)[1:]
     except (TypeError, ValueError):  # of C
         return []
+
+
+def plain_arguments(made: object) -> dict[str, str]:
+    """The arguments of an object's constructor that it keeps as attributes, as text, if they are plain values.
+
+    >>> plain_arguments(Every(epochs=1))["epochs"]
+    '1'
+    """
+    attributes, found = attributes_of(made), dict[str, str]()
+    for name in arguments_of(made):
+        value = attributes.get(name, ...)
+        try:
+            text = repr(value) if type(value) in _PLAIN or is_dataclass(type(value)) else " at 0x"
+        except Exception:  # a user's object, or a number of thousands of digits
+            continue
+        if " at 0x" not in text:
+            found[name] = text
+    return found
 
 
 def owner_of(subscriber: Callable[..., object]) -> object | None:

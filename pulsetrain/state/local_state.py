@@ -13,7 +13,7 @@ __all__ = ["RANK", "RANKS", "local_entries", "state_of_rank"]
 
 RANK = "rank"  # the entry that names the process whose state it is, where there are several
 RANKS = "ranks"  # the entry with what the processes after the main one know, by rank
-_LOCAL = {"reporter": ("losses", "named_losses"), "data": ("loader", "given", "parts", "order_seed")}
+_LOCAL = {"reporter": ("losses", "named_losses", "logged"), "data": ("loader", "given", "parts", "order_seed")}
 
 
 def local_entries(parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:

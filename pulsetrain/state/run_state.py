@@ -23,7 +23,7 @@ from pulsetrain.engine.recording.diff.environments import environment_difference
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
-from pulsetrain.state.handler_registry import state_of
+from pulsetrain.state.handler_registry import plain_arguments, state_of
 from pulsetrain.state.local_state import RANK, RANKS
 from pulsetrain.state.part import CheckedPart, OwnedPart, Part, PartOf, StateDict, keeps_state, require
 
@@ -123,10 +123,14 @@ class RunState:
             ) from error
 
 
+_WITHOUT_EFFECT = {"rollouts.background", "rollouts.log_completions"}  # on what is learnt
+
+
 class _Described(Protocol):
     backend: Backend
     config: TrainingConfig
     optimizer: torch.optim.Optimizer
+    strategy: object
     train_loader: Iterable[Any]
 
 
@@ -161,7 +165,16 @@ class MadeWith(PartOf[_Described]):
             "settings": _changed_settings(self._owner.config),
             "optimizer": optimizer_type(self._owner.optimizer),
             "data": describe_data(self._owner.train_loader),
+            "arguments": self._arguments(),
         }
+
+    def _arguments(self) -> dict[str, str]:
+        """The plain arguments of the strategy, and of rollouts, as text: what decides about the next step as well."""
+        parts: dict[str, object] = {"strategy": self._owner.strategy}
+        if getattr(self._owner.train_loader, "fires_rollouts", False):
+            parts["rollouts"] = self._owner.train_loader
+        found = {f"{name}.{key}": text for name, part in parts.items() for key, text in plain_arguments(part).items()}
+        return {name: text for name, text in found.items() if name not in _WITHOUT_EFFECT}
 
     def check_state_dict(self, state: StateDict) -> None:
         require("made_with", state, ("environment", "settings", "optimizer", "data"))
@@ -176,9 +189,11 @@ class MadeWith(PartOf[_Described]):
         for name, message in (
             ("environment", "the environment differs from the checkpoint's: results may differ in their last bits"),
             ("settings", "the run resumes with other settings than before"),
+            ("arguments", "the run resumes with other arguments than before"),
         ):
+            saved = state.get(name, current[name])  # earlier checkpoints have no arguments
             before, now = (
-                {key: value for key, value in made[name].items() if key not in MAY_CHANGE} for made in (state, current)
+                {key: value for key, value in made.items() if key not in MAY_CHANGE} for made in (saved, current[name])
             )
             differences = environment_differences(before, now)
             if differences:

@@ -36,6 +36,7 @@ from pulsetrain.handlers import (
     Plots,
     Profiler,
     ProgressBar,
+    RunSummary,
     SampleText,
 )
 from pulsetrain.training.run_length import RunLength
@@ -52,7 +53,8 @@ __all__ = [
 ]
 
 _OUTPUT = (
-    Alert, Checkpointer, CrashBundle, HuggingFaceExporter, MetricLogger, Plots, Profiler, ProgressBar, SampleText,
+    Alert, Checkpointer, CrashBundle, HuggingFaceExporter, MetricLogger, Plots, Profiler, ProgressBar, RunSummary,
+    SampleText,
 )  # fmt: skip
 
 _READS_WEIGHTS = (BestModel, CrashBundle)
@@ -218,7 +220,7 @@ def configured_handlers(
             handlers=[LRScheduler, LRScheduler],
         )
     added: list[object] = []
-    if _has_schedule(config):
+    if _has_schedule(config) and length.has_data:
         _refuse_second("schedule", config.schedule, LRScheduler, given)
         schedules = configured_schedules(config, optimizer, length.total_updates)
         added.extend(LRScheduler(schedule, name or None) for name, schedule in schedules.items())
@@ -229,7 +231,7 @@ def configured_handlers(
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
     if config.progress and not any(isinstance(each, (ProgressBar, ConsoleLogger)) for each in given):
-        added.append(ProgressBar(on_error="warn"))
+        added += [RunSummary(on_error="warn"), ProgressBar(on_error="warn")]
     return added
 
 

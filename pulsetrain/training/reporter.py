@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers import LossSpikeGuard, NaNGuard
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.training.agreement import Agreement
+from pulsetrain.training.logged_values import LoggedValues
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.untrained import UntrainedParameters
@@ -45,6 +46,8 @@ class MetricsReporter:
         self._backend, self._stepper, self._every = stepper.backend, stepper, every
         self.losses = Losses()
         self.named_losses = {f"{name}_loss": Losses() for name in stepper.optimizers or ()}  # whose sum is the loss
+        self.logged = LoggedValues(agreement)
+        self.validation_sets: Collection[str] = ()  # their names
         self._rate = Rate()
         self._untrained = UntrainedParameters(stepper.store.module, stepper.store.optimizer)
         self._agreement = agreement
@@ -102,6 +105,8 @@ class MetricsReporter:
                 self._warn_unless_finite(self.losses.peek("log").item())
             for losses in self._all_losses() if not provisional else ():
                 losses.forget("log")
+            if not provisional:
+                self.logged.forget("log")
             return
         means = self._means("log", point, keep=provisional)
         if not means:
@@ -161,6 +166,7 @@ class MetricsReporter:
         """An epoch begins with its first batch: the losses of a discarded epoch are not in its mean."""
         for losses in self._all_losses():
             losses.forget("epoch")
+        self.logged.forget("epoch")
         self._untrained.begin_epoch()
         self.history.keep_provisional()
 
@@ -179,12 +185,14 @@ class MetricsReporter:
         self.announced_skips = 0  # fp16 updates known to have been skipped
         for losses in self._all_losses():
             losses.reset()
+        self.logged.reset()
         self.history = MetricTracker()
 
     def state_dict(self) -> StateDict:
         return {
             "losses": self.losses.state_dict(),
             "named_losses": {name: losses.state_dict() for name, losses in self.named_losses.items()},
+            "logged": self.logged.state_dict(),
             "announced_skips": self.announced_skips,
             "history": self.history.state_dict(),
         }
@@ -198,13 +206,16 @@ class MetricsReporter:
             self.losses.load_state_dict(state["losses"], self._backend.device)
             for name, losses in self.named_losses.items():
                 losses.load_state_dict(state["named_losses"][name], self._backend.device)
+            self.logged.load_state_dict(state.get("logged", {}), self._backend.device)
         else:  # another process takes them
             for losses in self._all_losses():
                 losses.reset()
+            self.logged.reset()
         for other in state.get("others", ()):
             self.losses.absorb(other["losses"])
             for name, losses in self.named_losses.items():
                 losses.absorb(other["named_losses"][name])
+            self.logged.absorb(other.get("logged", {}))
         self.announced_skips = state["announced_skips"]
         self.history.load_state_dict(state["history"])
 
@@ -216,7 +227,7 @@ class MetricsReporter:
         return self._agreement.is_shared or self.losses.count(reader) > 0
 
     def _means(self, reader: str, point: LogPoint | None = None, *, keep: bool = False) -> dict[str, Any]:
-        """The mean losses, what the strategy derives from them, and the learning rates; on the device if they are.
+        """The mean losses, what derives from them, the learning rates and logged values; on the device if they are.
 
         It is empty if no rank has a loss.
 
@@ -226,8 +237,9 @@ class MetricsReporter:
             keep: the reader's next mean has these losses, too.
         """
         named = {"loss": self.losses, **self.named_losses}
+        anywhere: float | None = None
         if self._agreement.is_shared:
-            means = self._means_of_all_ranks(reader, named, point)
+            means, anywhere = self._means_of_all_ranks(reader, named, point)
         else:
             means = {name: of.peek(reader) for name, of in named.items() if of.count(reader)}
             if point is not None:
@@ -237,14 +249,34 @@ class MetricsReporter:
         if "loss" not in means:
             return {}
         derived = {f"train/{name}": value for name, value in self._derive(means["loss"]).items()}
-        return {**{f"train/{name}": value for name, value in means.items()}, **derived, **self._rates()}
+        found = {**{f"train/{name}": value for name, value in means.items()}, **derived, **self._rates()}
+        logged = self.logged.means(reader, self._is_of_training, keep=keep, anywhere=anywhere)
+        return {**found, **{name: value for name, value in logged.items() if name not in found}}
+
+    def log_value(self, name: str, value: Any) -> None:
+        """Report a value by name: with the next validation if the name is of a validation set, else when logging.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: it is not one number.
+        """
+        self._engine.state.metrics[name] = self.logged.add(name, value)
+
+    def values_of_sets(self) -> dict[str, float]:
+        """The means of what was logged under the names of validation sets since the last validation."""
+        found = self.logged.means("log", lambda name: not self._is_of_training(name))
+        return {name: float(value) for name, value in found.items()}
+
+    def _is_of_training(self, name: str) -> bool:
+        return name.partition("/")[0] not in self.validation_sets
 
     def _metrics_of(self, point: LogPoint) -> dict[str, Any]:
         found: dict[str, Any] = self._backend.to_torch(dict(point.metrics))
         return found
 
-    def _means_of_all_ranks(self, reader: str, named: Mapping[str, Losses], point: LogPoint | None) -> dict[str, Any]:
-        """The means over the global batches, the same bits on every rank."""
+    def _means_of_all_ranks(
+        self, reader: str, named: Mapping[str, Losses], point: LogPoint | None
+    ) -> tuple[dict[str, Any], float]:
+        """The means over the global batches, the same bits on every rank; and how many names the ranks have logged."""
         sums = [losses.sums(reader) for losses in named.values()]
         metrics = {} if point is None else self._metrics_of(point)
         if metrics and self._names is None:  # a strategy without metrics has none on any rank: nothing is exchanged
@@ -253,12 +285,14 @@ class MetricsReporter:
         for name in names:
             weight = float(point.size) if point is not None and name in metrics and self._stepper.counts else 0.0
             sums.append((float(metrics[name]) * weight if weight else 0.0, weight))
-        totals = self._agreement.sums([each for pair in sums for each in pair])
-        return {
+        logged = float(self.logged.count(reader, self._is_of_training))
+        *totals, anywhere = self._agreement.sums([*(each for pair in sums for each in pair), logged])
+        means = {
             name: torch.tensor(total / weight, dtype=torch.float64)
             for name, total, weight in zip([*named, *names], totals[::2], totals[1::2], strict=True)
             if weight
         }
+        return means, anywhere
 
     def _names_of_all(self, names: list[str]) -> list[str]:
         """The names of metrics that every rank has, in the order of the main one."""

@@ -26,6 +26,7 @@ from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
 from pulsetrain.training.agreement import Agreement
+from pulsetrain.training.no_data import NoTrainingData
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_length import RunLength
 from pulsetrain.training.shared_folders import check_shared_folders
@@ -102,6 +103,8 @@ class RunDriver:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
+        if isinstance(self._run.train_loader, NoTrainingData):
+            self._run.train_loader.refuse()
         if not self._has_checked_folders:
             self._has_checked_folders = True
             with self._agreement.explained("looking for the run folder"):

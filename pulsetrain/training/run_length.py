@@ -17,6 +17,7 @@ from pulsetrain.engine.distributed.ranks import gives_all_ranks_the_same
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.first_batch import FirstBatch
+from pulsetrain.training.no_data import NoTrainingData
 
 __all__ = ["RunLength"]
 
@@ -48,6 +49,7 @@ class RunLength:
         self.counts_updates = config.max_updates is not None and (rule.tokens is not None or optimizers > 1)
         self.counted = config.max_tokens is not None or self.counts_updates  # see reached()
         self.epoch_length = length_of(loader)
+        self.has_data = not isinstance(loader, NoTrainingData)
         self._loader: Any = loader
         self._tokens_a_batch: float | None = None
 
@@ -134,7 +136,7 @@ class RunLength:
             kind = type(self._loader).__name__
             rule = f"needs EnvironmentRollouts as the train_loader, and this is {kind}; {_OTHER_BOUNDS}"
             raise refused(config, rule, "max_environment_steps")
-        total = self.total_iterations
+        total = self.total_iterations if self.has_data else None
         if self.epoch_length == 0:
             raise ConfigurationError(
                 "has no batches; a DataLoader with drop_last drops a short one", "Trainer", train_loader=...
@@ -154,6 +156,7 @@ class RunLength:
         """Become the length of a run over other data, unless the block raises; gives the total updates before that."""
         before, total = dict(vars(self)), self.total_updates
         self._loader, self.epoch_length, self._tokens_a_batch = loader, length_of(loader), None
+        self.has_data = not isinstance(loader, NoTrainingData)
         try:
             yield total
         except BaseException:
@@ -174,7 +177,7 @@ class RunLength:
             setting, remedy = "accumulate", "accumulate batches"
         else:
             return
-        if self._tokens_a_batch is not None:
+        if self._tokens_a_batch is not None or not self.has_data:
             return
         if any(control.gather(can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False))):
             return  # its first batch cannot be read beforehand, so the length of the run is not known

@@ -100,6 +100,7 @@ class RunView(Engine):
     @val_loaders.setter
     def val_loaders(self, loaders: Mapping[str, Iterable[Any]]) -> None:
         self.validator.loaders = loaders
+        self.reporter.validation_sets = loaders.keys()
 
     @property
     def val_metrics(self) -> Mapping[str, object]:

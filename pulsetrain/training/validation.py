@@ -87,6 +87,7 @@ class Validator:
             metrics.update(self.evaluation.run(name, loader))
             for matrix, value in self.evaluation.matrices.items() if engine.hears(Events.MEDIA_LOGGED) else ():
                 engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
+        metrics = {**self._reporter.values_of_sets(), **metrics}
         give_back_free_memory()
         self.validated_at = engine.state.iteration
         engine.state.metrics.update(metrics)

@@ -160,6 +160,19 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
             "ours, the full set / Fabric": 1.9,
         },
     ),
+    "runs": (
+        ["--runs", "20", "--rounds", "1"],
+        {"list, s": 2.0, "filter, s": 2.0, "one run, s": 0.4, "first scan, folders/s": 300.0},
+    ),
+    "strategies": (
+        ["--seeds", "1", "--updates", "2", "--steps", "300", "--rounds", "1"],
+        {
+            "TRL / ours, SFT": 1.2,
+            "TRL / ours, DPO": 1.2,
+            "TRL / ours, GRPO": 1.1,
+            "CartPole: steps per CPU-second, ours / SB3": 1.0,
+        },
+    ),
     "verify": (["--iterations", "40", "--rounds", "1"], {"verify / training": 1.25}),
 }
 GOALS = {  # what the design asked for, where it is not reached
@@ -177,7 +190,9 @@ GOALS = {  # what the design asked for, where it is not reached
         "share of a 1 ms step, %": 0.7,
         "SummaryWriter / recording": 20.0,
     },
+    "runs": {"list, s": 0.5, "filter, s": 0.5, "one run, s": 0.2, "first scan, folders/s": 2000.0},
     "start": {"replay": 0.7},
+    "strategies": {"CartPole: steps per CPU-second, ours / SB3": 1.3},
     "trainers": {"ours, the full set": 20.0, "ours, nothing computed": 4.0, "ours, the full set / Fabric": 1.0},
     "verify": {"verify / training": 1.03},
 }
@@ -188,6 +203,7 @@ PACKAGES = {
     "cartpole": ["gymnasium"],
     "language_model_jax": ["jax", "flax", "optax"],
     "report": ["plotly"],
+    "strategies": ["trl", "transformers", "datasets", "stable_baselines3", "gymnasium"],
 }
 OPTIONAL = {  # rows of peers that need not be installed
     "SummaryWriter / recording": "torch.utils.tensorboard",

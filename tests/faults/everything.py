@@ -130,6 +130,11 @@ def make(
         ],
     )
     Average(output_transform=lambda output: output["loss"]).attach(trainer, "mean_loss")
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def log_a_value(engine: Trainer) -> None:
+        engine.log("counted", engine.state.iteration)
+
     if schedule is None:
 
         @trainer.on(Events.ITERATION_COMPLETED(once=4))

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.engines import ManualClock
+from pulsetrain.testing import ManualClock
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from pulsetrain import verify
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.rollouts import EnvironmentRollouts
 from pulsetrain.engine.schedules import Linear
+from tests.support.catch import catch, seeing
 from tests.support.control import BOX, SEVERAL, SWITCHES, Policy, Recurrent, Target, target, task
 from tests.support.runs_backends import needs_jax, saved, whole_state
 from tests.support.runs_strategies import FUNCTIONAL, JAX, TORCH, ActorCritic, Task, make
@@ -59,6 +60,7 @@ KINDS = [
          lambda: Policy(named=True)),
     task("wrapped", lambda: cartpole(normalized), ActorCritic),
     task("frames", lambda: cartpole(lambda each: wrappers.FrameStackObservation(each, 3)), stacked),
+    task("images", lambda: catch(2, 16), seeing),
     task("sync", lambda: cartpole(vectorization="sync"), ActorCritic),
     task("vector", lambda: vector(inner=(wrappers.NormalizeObservation, wrappers.NormalizeReward)), ActorCritic),
     task("wrapped vector", lambda: vector(wrap=wrappers.vector.NormalizeReward), ActorCritic),
@@ -98,7 +100,7 @@ def test_a_run_that_takes_longer_resumes_too(kind: Task, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param(KINDS[number], id=KINDS[number].name) for number in (0, 5, 11)])
+@pytest.mark.parametrize("kind", [pytest.param(KINDS[number], id=KINDS[number].name) for number in (0, 5, 12)])
 def test_a_run_of_values_resumes_too(kind: Task, tmp_path: Path) -> None:
     assert_resumes(kind, FUNCTIONAL, tmp_path)
 

@@ -105,23 +105,68 @@ def test_a_run_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
         assert torch.equal(each, whole.model.state_dict()[name]), name
 
 
-def preferences() -> list[dict[str, Tensor]]:
+def preferences(kind: str) -> list[dict[str, Tensor]]:
     """The right answer to each question is chosen, the other one rejected; both sides see one image."""
     found = []
-    for batch in batches("llava"):
+    for batch in batches(kind):
         tokens, labels = batch["input_ids"], batch["labels"]
         wrong = torch.cat([tokens[:, :-1], 21 - tokens[:, -1:]], 1)
         chosen = {"chosen_input_ids": tokens, "chosen_labels": labels}
-        rejected = {"rejected_input_ids": wrong, "rejected_labels": torch.where(labels == -100, -100, wrong)}
-        found.append({**chosen, **rejected, "pixel_values": batch["pixel_values"]})
+        # a token longer than the chosen answer, so that sides are padded
+        longer = torch.cat([wrong, torch.full((ROWS, 1), 7)], 1)
+        rejected = {"rejected_input_ids": longer, "rejected_labels": torch.where(longer < 10, -100, longer)}
+        rejected["rejected_labels"][:, : tokens.shape[1] - 1] = -100
+        fields = {name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch}
+        if kind == "qwen":
+            fields["chosen_mm_token_type_ids"] = (tokens == IMAGE).int()
+            fields["rejected_mm_token_type_ids"] = (longer == IMAGE).int()
+        found.append({**chosen, **rejected, **fields})
     return found
 
 
-def test_preferences_about_images_are_learnt_from_the_images() -> None:
-    data = preferences()
+def run_of_preferences(kind: str, *handlers: Any) -> Trainer:
+    data = preferences(kind)
     config = TrainingConfig(max_epochs=8, optimizer="adamw", learning_rate=0.01, seed=0, device="cpu")
-    run = Trainer(llava(), data, data, strategy=DPOStrategy(), config=config)
+    return Trainer(MODELS[kind](), data, data, strategy=DPOStrategy(), config=config, handlers=handlers)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_preferences_about_images_are_learnt_from_the_images(kind: str) -> None:
+    run = run_of_preferences(kind)
     history = run.train()
     assert history["val/reward_accuracy"][-1] == 1.0
-    turned = [{**each, "pixel_values": -each["pixel_values"]} for each in data]
+    turned = [{**each, "pixel_values": -each["pixel_values"]} for each in preferences(kind)]
     assert run.evaluation.run("turned", turned)["turned/reward_accuracy"] == 0.0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_log_probabilities_of_both_sides_are_those_of_the_model_called_for_each(kind: str) -> None:
+    run, batch = run_of_preferences(kind), preferences(kind)[0]
+    prepared = run.strategy.prepare_batch(batch)
+    with torch.no_grad():
+        together = run.model.eval()(**prepared.inputs).logits.log_softmax(-1)
+        for number, side in enumerate(("chosen_", "rejected_")):
+            tokens = batch[f"{side}input_ids"]
+            own = {name.removeprefix(side): each for name, each in batch.items() if name.startswith(side)}
+            fields = {name: each for name, each in own.items() if name not in ("input_ids", "labels")}
+            shared = {name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch}
+            alone = run.model(input_ids=tokens, **fields, **shared).logits.log_softmax(-1)
+            rows = together[number * ROWS : (number + 1) * ROWS]
+            length = min(tokens.shape[1], rows.shape[1])
+            torch.testing.assert_close(rows[:, :length], alone[:, :length], rtol=1e-4, atol=1e-5)
+
+
+def test_preferences_about_patches_resume_bit_for_bit(tmp_path: Path) -> None:
+    whole = run_of_preferences("qwen", Checkpointer(tmp_path / "whole", Every(iterations=7)))
+    history = whole.train()
+    cut_after(run_of_preferences("qwen", Checkpointer(tmp_path / "cut", Every(iterations=7))), 9)
+    resumed = run_of_preferences("qwen", Checkpointer(tmp_path / "cut", Every(iterations=7)))
+    assert resumed.train(resume="latest") == history
+    for name, each in resumed.model.state_dict().items():
+        assert torch.equal(each, whole.model.state_dict()[name]), name
+
+
+def test_patches_that_the_grid_does_not_count_are_refused() -> None:
+    run, batch = run_of_preferences("qwen"), preferences("qwen")[0]
+    with pytest.raises(ValueError, match="'image_grid_thw' counts 16 patches; let the loader join"):
+        run.strategy.prepare_batch({**batch, "pixel_values": batch["pixel_values"][:-1]})

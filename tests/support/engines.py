@@ -22,14 +22,6 @@ from pulsetrain.engine.events.payloads import (
 from pulsetrain.handlers import Checkpointer
 
 
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class UpdatingEngine(Engine):
     """Makes one optimizer step per iteration, at the optimizer's current rates."""
 

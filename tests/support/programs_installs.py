@@ -61,11 +61,11 @@ def copy_tree(to: Path, *, links: bool = True) -> Path:
 
 
 def modules() -> set[str]:
-    """Every module of the three packages, as the path at which a wheel holds it."""
+    """Every module of the three packages and of the examples, as the path at which a wheel holds it."""
     found = set()
     for name in source_files():
         top, _, rest = name.partition("/")
-        if name.endswith(".py") and top in ("pulsetrain", "engine", "handlers"):
+        if name.endswith(".py") and top in ("pulsetrain", "engine", "handlers", "examples"):
             found.add(name if top == "pulsetrain" else f"pulsetrain/{top}/{rest}")
     return found
 

@@ -1,4 +1,4 @@
-"""Conditions on events as text, such as 'metrics["val/loss"] < 2': parsed and interpreted, never run as Python."""
+"""Conditions as text, such as 'metrics["val/loss"] < 2': parsed and interpreted, never run as Python."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import operator
 import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
+from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
-__all__ = ["FIELDS", "Predicate", "predicate"]
+__all__ = ["FIELDS", "SYNTAX", "Names", "Predicate", "UnsupportedError", "Value", "field_of_event", "predicate"]
 
-Value = Callable[[LoggedEvent], Json]
+Value = Callable[[Any], Json]
+Names = Callable[[ast.Name | ast.Attribute], Value]
+"""How the value of a name is read; it raises UnsupportedError for one that does not exist."""
 
 FIELDS = LoggedEvent.__struct_fields__
 _SHOWN = 60  # characters before and after an error
@@ -35,7 +38,7 @@ _COMPARISONS: dict[type, Callable[[Json, Json], bool]] = {
     ast.NotIn: lambda item, container: item not in container,
 }
 _FUNCTIONS: dict[str, Callable[[Json], Json]] = {"abs": abs, "len": len, "isnan": lambda x: abs(x) != abs(x)}
-_SYNTAX = "fields, constants, comparisons, and, or, not, arithmetic, [...], in, abs(), len(), isnan()"
+SYNTAX = "fields, constants, comparisons, and, or, not, arithmetic, [...], in, abs(), len(), isnan()"
 
 
 class Predicate:
@@ -51,7 +54,7 @@ class Predicate:
         self.seen = self.matched = self.failed = 0  # events
         self.error: Exception | None = None  # the last one
 
-    def __call__(self, event: LoggedEvent) -> bool:
+    def __call__(self, event: Any) -> bool:
         self._errors.clear()
         matches = bool(self._condition(event))
         self.seen += 1
@@ -67,7 +70,25 @@ class Predicate:
         return self.error if self.failed == self.seen and not self.matched else None
 
 
-def predicate(text: str) -> Predicate:
+def field_of_event(node: ast.Name | ast.Attribute) -> Value:
+    """The field of an event with this name.
+
+    Raises:
+        UnsupportedError: events have no such field.
+    """
+    if isinstance(node, ast.Attribute):
+        if isinstance(node.value, ast.Name) and node.value.id in FIELDS:
+            raise UnsupportedError(node, f'a field of {node.value.id} is written {node.value.id}["{node.attr}"]')
+        raise UnsupportedError(node, f"not supported; a condition may use {SYNTAX}")
+    name = node.id
+    if name not in FIELDS:
+        near = get_close_matches(name, FIELDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"events have {', '.join(FIELDS)}"
+        raise UnsupportedError(node, f"no field {name!r}; {hint}")
+    return lambda event: parse_non_finite(getattr(event, name))
+
+
+def predicate(text: str, names: Names = field_of_event, example: object = None) -> Predicate:
     """Compile a condition, for `EventLog.read(where=...)`.
 
     A condition consists of an event's fields, constants, comparisons (including `is None`), `and`, `or`, `not`,
@@ -78,6 +99,11 @@ def predicate(text: str) -> Predicate:
     >>> diverged(LoggedEvent(output={"loss": "NaN"})), diverged(LoggedEvent(output={"loss": 0.5}))
     (True, False)
 
+    Args:
+        text: the condition.
+        names: reads the names in it; by default an event's fields.
+        example: what the condition is tried on; by default an event without values.
+
     Raises:
         ConfigurationError: the text is not such a condition; a caret shows where.
     """
@@ -86,9 +112,9 @@ def predicate(text: str) -> Predicate:
         with warnings.catch_warnings(action="ignore"):  # about invalid escape sequences
             parsed = ast.parse(text, mode="eval")
         errors: list[Exception] = []
-        condition = _compile(parsed.body, errors)
-        condition(LoggedEvent())  # raises now if it is nested too deeply
-    except _UnsupportedError as unsupported:
+        condition = _compile(parsed.body, errors, names)
+        condition(LoggedEvent() if example is None else example)  # raises now if it is nested too deeply
+    except UnsupportedError as unsupported:
         raise unsupported.located(text) from None
     except SyntaxError as error:
         column = error.offset - 1 if error.offset else len(text)  # no offset: the text ends too early
@@ -100,7 +126,7 @@ def predicate(text: str) -> Predicate:
     return Predicate(condition, errors)
 
 
-class _UnsupportedError(Exception):
+class UnsupportedError(Exception):
     """An expression that is valid Python, but not allowed in a condition."""
 
     def __init__(self, node: ast.expr, reason: str) -> None:
@@ -120,43 +146,43 @@ def _error(text: str, reason: str, line: int, column: int) -> ConfigurationError
     return ConfigurationError(f"where: {reason}\n  {shown[start : column + _SHOWN]}\n  {' ' * (column - start)}^")
 
 
-def _compile(node: ast.expr, errors: list[Exception]) -> Value:
+def _compile(node: ast.expr, errors: list[Exception], names: Names) -> Value:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as constant):
             number = parse_non_finite(constant)
             return lambda event: number
-        case ast.Name(id=name):
-            if name not in FIELDS:
-                near = get_close_matches(name, FIELDS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"events have {', '.join(FIELDS)}"
-                raise _UnsupportedError(node, f"no field {name!r}; {hint}")
-            return lambda event: parse_non_finite(getattr(event, name))
+        case ast.Name() | ast.Attribute():
+            return names(node)
         case ast.Tuple(elts=items) | ast.List(elts=items):
-            values = [_compile(item, errors) for item in items]
+            values = [_compile(item, errors, names) for item in items]
             return lambda event: [value(event) for value in values]
         case ast.Subscript(value=container, slice=index):
-            return _applied(errors, operator.getitem, _compile(container, errors), _compile(index, errors))
+            return _applied(
+                errors, operator.getitem, _compile(container, errors, names), _compile(index, errors, names)
+            )
         case ast.BoolOp(op=ast.And(), values=items):
-            values = [_compile(item, errors) for item in items]
+            values = [_compile(item, errors, names) for item in items]
             return lambda event: all(value(event) for value in values)
         case ast.BoolOp(op=ast.Or(), values=items):
-            values = [_compile(item, errors) for item in items]
+            values = [_compile(item, errors, names) for item in items]
             return lambda event: any(value(event) for value in values)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            value = _compile(operand, errors)
+            value = _compile(operand, errors, names)
             return lambda event: not value(event)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            return _applied(errors, operator.neg if type(sign) is ast.USub else operator.pos, _compile(operand, errors))
+            return _applied(
+                errors, operator.neg if type(sign) is ast.USub else operator.pos, _compile(operand, errors, names)
+            )
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             apply = _ARITHMETIC[type(op)]  # of numbers: + raises for strings and lists, which could be multiplied
-            return _applied(errors, lambda x, y: apply(+x, +y), _compile(left, errors), _compile(right, errors))
+            return _applied(
+                errors, lambda x, y: apply(+x, +y), _compile(left, errors, names), _compile(right, errors, names)
+            )
         case ast.Compare():
-            return _comparisons(node, errors)
+            return _comparisons(node, errors, names)
         case ast.Call(func=ast.Name(id="abs" | "len" | "isnan" as name), args=[argument], keywords=[]):
-            return _applied(errors, _FUNCTIONS[name], _compile(argument, errors))
-        case ast.Attribute(value=ast.Name(id=name), attr=key) if name in FIELDS:
-            raise _UnsupportedError(node, f'a field of {name} is written {name}["{key}"]')
-    raise _UnsupportedError(node, f"not supported; a condition may use {_SYNTAX}")
+            return _applied(errors, _FUNCTIONS[name], _compile(argument, errors, names))
+    raise UnsupportedError(node, f"not supported; a condition may use {SYNTAX}")
 
 
 def _applied(errors: list[Exception], apply: Callable[..., Json], *operands: Value) -> Value:
@@ -174,9 +200,9 @@ def _applied(errors: list[Exception], apply: Callable[..., Json], *operands: Val
     return call
 
 
-def _comparisons(node: ast.Compare, errors: list[Exception]) -> Value:
+def _comparisons(node: ast.Compare, errors: list[Exception], names: Names) -> Value:
     sides = [node.left, *node.comparators]
-    values = [_compile(side, errors) for side in sides]
+    values = [_compile(side, errors, names) for side in sides]
     tests = [_comparison(op, *sides[at : at + 2]) for at, op in enumerate(node.ops)]
 
     def compare(event: LoggedEvent) -> bool:
@@ -201,7 +227,7 @@ def _comparison(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Callable[[Jso
         return _COMPARISONS[type(op)]
     asks_for_none = any(isinstance(side, ast.Constant) and side.value is None for side in (left, right))
     if isinstance(op, ast.Is | ast.IsNot) and not asks_for_none:
-        raise _UnsupportedError(right, "`is` compares with None only; use ==")
+        raise UnsupportedError(right, "`is` compares with None only; use ==")
     if isinstance(op, ast.Eq | ast.Is):
         return lambda x, y: _equal(x, y) and (asks_for_none or x is not None)
     return lambda x, y: not _equal(x, y) and (asks_for_none or (x is not None and y is not None))

@@ -24,6 +24,7 @@ from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.index import Index, Reach
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
+from pulsetrain.engine.recording.log.seams import in_force
 from pulsetrain.engine.recording.log.tables import to_arrow, to_pandas
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class EventLog:
                 break
         seams = [*self._index.seams, *(seam_of(event) for event in self._events if event.event == SEAM)]
         self._seams = [(after, seam) for seam, after, _ in seams]
-        self._superseded = _in_force(self._seams)
+        self._superseded = in_force(self._seams)
         self._read_losses()
 
     def _open(self) -> None:
@@ -229,7 +230,7 @@ class EventLog:
 
     def attempt(self, first: int, last: int) -> Iterator[LoggedEvent]:
         """The events of one attempt, without those superseded within it."""
-        inside = _in_force([(after, seam) for after, seam in self._seams if first <= seam <= last])
+        inside = in_force([(after, seam) for after, seam in self._seams if first <= seam <= last])
         for event in self.read(seq=(first, last), superseded=True):
             if event.ord < 0 or not any(after < event.seq < seam for after, seam in inside):
                 yield event
@@ -294,24 +295,6 @@ class EventLog:
     def is_superseded(self, seq: int) -> bool:
         """Whether a deterministic event of this seq has been computed again."""
         return any(after < seq < seam for after, seam in self._superseded)
-
-
-def _in_force(seams: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges of seq that the newest attempt has superseded, given `after` and seq of each seam.
-
-    An attempt that started from a checkpoint of an earlier one continues that: the seams of attempts since then, which
-    ended in nothing, do not count.
-
-    >>> _in_force([(3, 10), (6, 20)])  # the second attempt continues the first one, whose events 4 to 6 count again
-    [(6, 20)]
-    >>> _in_force([(3, 10), (15, 20)])
-    [(3, 10), (15, 20)]
-    """
-    found: list[tuple[int, int]] = []
-    for after, seam in sorted(seams, key=lambda each: each[1], reverse=True):
-        if not found or seam <= found[-1][0]:
-            found.append((after, seam))
-    return found[::-1]
 
 
 def logged_ranks(path: str | Path) -> list[int]:

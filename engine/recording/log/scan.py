@@ -16,10 +16,21 @@ from pulsetrain.engine.recording.log.index import TABLE_MAGIC, Index
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode, encode
 from pulsetrain.engine.recording.log.tail import unchecked
 
-__all__ = ["FORMAT", "Contents", "Damage", "Recovered", "TailHead", "mapped", "recovered", "scan"]
+__all__ = [
+    "FORMAT",
+    "HEAD",
+    "Contents",
+    "Damage",
+    "Recovered",
+    "TailHead",
+    "check_format",
+    "mapped",
+    "recovered",
+    "scan",
+]
 
 FORMAT = 2
-_HEAD = "log_tail"  # the event of a tail's first line
+HEAD = "log_tail"  # the event of a tail's first line
 
 
 @dataclass(frozen=True)
@@ -65,13 +76,13 @@ class TailHead(msgspec.Struct, frozen=True):
 
     def line(self) -> bytes:
         """The line without its checksum."""
-        return encode(LoggedEvent(event=_HEAD, payload=msgspec.to_builtins(self)))
+        return encode(LoggedEvent(event=HEAD, payload=msgspec.to_builtins(self)))
 
     @classmethod
     def of_line(cls, line: bytes) -> Self | None:
         """The head that a line holds; None for another line."""
         (event,) = decode(line)
-        return msgspec.convert(event.payload, cls) if event.event == _HEAD else None
+        return msgspec.convert(event.payload, cls) if event.event == HEAD else None
 
 
 @dataclass
@@ -118,7 +129,7 @@ def scan(path: Path, data: Data | None = None, run: str = "") -> Contents:
     found = Index.of_table(data)
     if found is not None:
         index, start = found
-        _check_format(path, index.version)
+        check_format(path, index.version)
         return Contents(index, start, ended=True)
     contents, position = Contents(), 0
     blocks: list[tuple[int, Header]] = []
@@ -133,7 +144,7 @@ def scan(path: Path, data: Data | None = None, run: str = "") -> Contents:
             position = following
             continue
         header = block.header
-        _check_format(path, header.v)
+        check_format(path, header.v)
         run = run or header.run
         if header.run and header.run != run:
             contents.damage.append(Damage(path.name, block.start, block.end, f"a block of another run, {header.run}"))
@@ -145,7 +156,12 @@ def scan(path: Path, data: Data | None = None, run: str = "") -> Contents:
     return contents
 
 
-def _check_format(path: Path, version: int) -> None:
+def check_format(path: Path, version: int) -> None:
+    """Raise if the log at this path is of a newer format.
+
+    Raises:
+        RecordingError: it is.
+    """
     if version > FORMAT:
         raise RecordingError(
             f"{path}: has format {version}, and this version reads up to {FORMAT}; read it with a newer pulsetrain"
@@ -165,7 +181,7 @@ def recovered(lines: Sequence[bytes], after: int) -> Recovered:
         whole = unchecked(line)
         try:
             event = decode(whole)[0] if whole is not None else None
-            if whole is not None and event is not None and event.event == _HEAD:
+            if whole is not None and event is not None and event.event == HEAD:
                 found.head = TailHead.of_line(whole)  # a tail that was being replaced may hold two: the last one counts
                 continue
         except (msgspec.DecodeError, msgspec.ValidationError, IndexError):

@@ -9,6 +9,7 @@ from pulsetrain.cli.commands.rank_option import add_rank
 
 __all__ = ["add_arguments"]
 
+ARCHIVES = ("a", "b")
 HELP = "compare two runs event by event"
 DESCRIPTION = """\
 Compare the event logs of two runs, bit for bit, in everything that a repeated run must
@@ -27,8 +28,8 @@ exit status: 0 the logs agree; 1 they differ; 2 they cannot be compared; 3 a log
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("a", metavar="A", type=Path, help="a run folder")
-    parser.add_argument("b", metavar="B", type=Path, nargs="?", help="another run folder")
+    parser.add_argument("a", metavar="A", type=Path, help="a run folder or its archive")
+    parser.add_argument("b", metavar="B", type=Path, nargs="?", help="another one")
     parser.add_argument(
         "--ranks", action="store_true", help="compare the processes of one run with each other, in what they share"
     )

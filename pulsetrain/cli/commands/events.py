@@ -11,6 +11,7 @@ from pulsetrain.export.event_formats import FORMATS
 
 __all__ = ["add_arguments"]
 
+ARCHIVES = ("folder",)
 HELP = "print the events that a run has recorded"
 DESCRIPTION = """\
 Print the events that a run has recorded, in order. A condition consists of an event's
@@ -31,7 +32,7 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder or its archive")
     add_rank(parser)
     parser.add_argument("--engine", help="only events of this engine, such as trainer")
     parser.add_argument(

@@ -11,6 +11,7 @@ __all__ = ["ENDINGS", "OF_MODELS", "add_arguments"]
 
 OF_MODELS = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
 ENDINGS = {"perfetto": ".perfetto.json.gz", "tensorboard": ".tensorboard", "csv": ".csv", **OF_MODELS}
+ARCHIVES = ("folder",)
 HELP = "write a recorded run or its model for other tools"
 DESCRIPTION = """\
 Write a recorded run in a format that other tools read:

@@ -9,6 +9,7 @@ from pulsetrain.cli.commands.rank_option import add_rank
 
 __all__ = ["add_arguments"]
 
+ARCHIVES = ("runs",)
 HELP = "show what a handler with other settings would have done"
 SYNOPSIS = "pulsetrain replay RUN [RUN ...] --handler NAME[:ARGUMENT=VALUE,...] [--handler ...] [OPTION ...]"
 DESCRIPTION = """\
@@ -31,7 +32,7 @@ printed; 3 a log is damaged, and its readable part was replayed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder or its archive")
     parser.add_argument(
         "--handler",
         dest="handlers",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 __all__ = ["add_arguments"]
 
+ARCHIVES = ("runs",)
 HELP = "write a page with the curves, events and settings of runs"
 DESCRIPTION = """\
 Write one HTML page that overlays recorded runs: curves of every metric, a timeline of
@@ -25,6 +26,6 @@ exit status: 0 done; 2 wrong input; 3 a log is damaged, and the page shows its r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder or its archive")
     parser.add_argument("--into", metavar="FILE", type=Path, default=Path("report.html"), help="the page [report.html]")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pulsetrain import TrainingConfig
-from pulsetrain.configuration.parse import load_yaml
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers import create_optimizer, resolve_optimizer
 from pulsetrain.engine.schedules import Step

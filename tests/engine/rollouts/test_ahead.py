@@ -28,9 +28,9 @@ def strategy_of(kind):
     return GRPOStrategy(2, 0.1, **options) if kind == "grpo" else PPOStrategy(0.1, gamma=1.0, **options)
 
 
-def ahead(strategy=None, background=True, updates=12, **options):
+def ahead(strategy=None, background=True, updates=12, staleness=1, **options):
     options = {"prompts_per_rollout": 5, "end_token": 0, "background": background, **options}
-    return texts(strategy or strategy_of("grpo"), updates=updates, staleness=1, **options)
+    return texts(strategy or strategy_of("grpo"), updates=updates, staleness=staleness, **options)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
@@ -47,20 +47,21 @@ def test_a_thread_draws_what_the_foreground_draws(kind):
 
 
 @BACKGROUND
-def test_texts_are_drawn_by_the_weights_of_the_rollout_before(background):
-    run, recorded, reward = ahead(background=background)
+@pytest.mark.parametrize(("staleness", "ages"), [(1, [0.0, 4.0, 4.0, 4.0, 4.0]), (3, [0.0, 4.0, 8.0, 12.0, 12.0])])
+def test_texts_are_drawn_by_the_weights_of_so_many_rollouts_before(background, staleness, ages):
+    run, recorded, reward = ahead(background=background, staleness=staleness, updates=20)
     policies = []
     run.on(Events.ROLLOUT_STARTED)(lambda: policies.append(run.model.table.weight.detach().clone()))
     run.train()
-    assert len(policies) == 3
+    assert len(policies) == 5
     assert not torch.equal(policies[0], policies[1])
     for number, (prompts, completions) in enumerate(zip(reward.prompts, reward.completions, strict=True)):
         seeds = [rng.derive(3, number + 1, row, 0) for row in range(len(prompts))]
-        table = policies[max(number - 1, 0)]
+        table = policies[max(number - staleness, 0)]
         sampler = sampler_of(lambda tokens, table=table: table[tokens], lambda tokens: tokens)
         expected = sampler(prompts, 4, end_token=0, seeds=seeds)
         assert completions == expected
-    assert [each.metrics["rollout/staleness"] for each in recorded.rollouts] == [0.0, 4.0, 4.0], "in updates"
+    assert [each.metrics["rollout/staleness"] for each in recorded.rollouts] == ages, "in updates"
 
 
 @BACKGROUND
@@ -101,13 +102,14 @@ def test_the_texts_are_drawn_in_a_thread_while_the_policy_learns():
 
 
 @BACKGROUND
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_a_run_resumes_anywhere_bit_for_bit(kind, background, tmp_path):
+@pytest.mark.parametrize(("kind", "staleness"), [("grpo", 1), ("ppo", 1), ("grpo", 2)])
+def test_a_run_resumes_anywhere_bit_for_bit(kind, staleness, background, tmp_path):
     def run(folder, background):
         torch.manual_seed(0)
         rollouts = TextRollouts(
-            PROMPTS, Reward(), max_new_tokens=4, prompts_per_rollout=5, end_token=0, staleness=1, background=background
-        )
+            PROMPTS, Reward(), max_new_tokens=4, prompts_per_rollout=5, end_token=0, staleness=staleness,
+            background=background,
+        )  # fmt: skip
         return trainer(
             {"max_updates": 12, "learning_rate": 0.5, "seed": 3}, train_loader=rollouts, strategy=strategy_of(kind),
             model=Tokens(VOCABULARY) if kind == "grpo" else Valued(),
@@ -176,9 +178,9 @@ def test_what_would_change_while_it_is_drawn_from_is_refused():
             return [[1]] * len(prompts)
 
     assert "the sample() of Writing does not take draw=" in refused({"model": Writing(VOCABULARY)})
-    for value in (2, -1, True, 0.5):
+    for value in (-1, True, 0.5):
         message = refusal(lambda value=value: TextRollouts(PROMPTS, Reward(), staleness=value))
-        assert message == f"TextRollouts(staleness={value!r}): needs a whole number of at least 0 and below 2"
+        assert message == f"TextRollouts(staleness={value!r}): needs a whole number of at least 0"
     message = refusal(lambda: ConversationRollouts(PROMPTS, Reward, max_length=90, staleness=1))
     assert message.startswith("ConversationRollouts(staleness=1): environments converse with the current policy")
 

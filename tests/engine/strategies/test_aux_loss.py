@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from pulsetrain.engine import ConfigurationError, DPOStrategy, Events, JaxBackend, PretrainStrategy, SFTStrategy
+from pulsetrain.engine import (
+    ConfigurationError,
+    DPOStrategy,
+    Events,
+    JaxBackend,
+    PretrainStrategy,
+    RewardModelStrategy,
+    SFTStrategy,
+)
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.model_call import call
@@ -157,3 +165,28 @@ def test_it_is_added_in_jax():
     assert found[0]["train/aux_loss"] == pytest.approx(1 / VOCABULARY)
     expected = found[0]["train/cross_entropy"] + 0.5 / VOCABULARY
     assert found[0]["train/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class Judge(torch.nn.Module):
+    """Rewards and an auxiliary loss, as a model with experts of one's own may return them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 1)
+
+    def forward(self, input_ids):
+        return {"logits": self.table(input_ids), "aux_loss": self.table.weight.square().mean()}
+
+
+def test_a_reward_model_adds_it_and_refuses_to_leave_it_out_unasked():
+    torch.manual_seed(0)
+    model = Judge()
+    pair = {f"{side}_{name}": torch.tensor([[1, 2 + (side == "chosen")]]) for side in ("chosen", "rejected")
+            for name in ("input_ids", "labels")}  # fmt: skip
+    plain, parts = loss_of(RewardModelStrategy(aux_loss_coef=0.0), model, pair)
+    assert parts == {}
+    added, parts = loss_of(RewardModelStrategy(aux_loss_coef=0.5), model, pair)
+    torch.testing.assert_close(added, plain + 0.5 * model.table.weight.square().mean())
+    torch.testing.assert_close(parts["aux_loss"], model.table.weight.square().mean())
+    with pytest.raises(ConfigurationError, match=r"RewardModelStrategy.*the model returns an `aux_loss`"):
+        loss_of(RewardModelStrategy(), model, pair)

@@ -11,6 +11,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import gdpo_advantages, rloo_advantages
 from tests.support import formulas, trl_trainers
 from tests.support.formulas import ROWS, STRATEGY_RUNS, assert_is, assert_near
+from tests.support.models import Tokens, trainer
 from tests.support.models_language import refusal
 
 FAMILY = [
@@ -141,8 +142,42 @@ def test_where_every_text_is_truncated_nothing_is_learnt_and_no_number_is_nan(no
     loss.backward()
     assert loss.item() == 0.0
     assert not logits.grad.any()
-    assert batch.size >= 1
+    assert batch.size == (pytest.approx(1e-9) if normalization == "token_mean" else ROWS)
     assert all(math.isfinite(value) for value in strategy.compute_metrics(logits.detach(), batch).values())
+
+
+def rows_of(count, truncated):
+    tokens = torch.randint(0, 8, (count, 6), generator=torch.Generator().manual_seed(count))
+    mask = torch.arange(6).expand(count, -1) > 1
+    return {
+        "input_ids": tokens, "completion_mask": mask, "log_probs": torch.full((count, 5), -2.0),
+        "advantages": torch.linspace(-1.0, 2.0, count), "truncated": torch.full((count,), truncated),
+    }  # fmt: skip
+
+
+def trained_on(batches, accumulate):
+    torch.manual_seed(0)
+    strategy = GRPOStrategy(2, mask_truncated=True, normalization="token_mean")
+    config = {"accumulate": accumulate, "learning_rate": 1.0, "max_iterations": len(batches)}
+    run = trainer(config, model=Tokens(8), train_loader=batches, strategy=strategy)
+    before = run.model.table.weight.detach().clone()
+    history = run.train()
+    return run.model.table.weight.detach() - before, history["train/loss"]
+
+
+def test_a_minibatch_of_truncated_texts_alone_weighs_nothing_among_those_of_an_update():
+    learnt, cut = rows_of(3, False), rows_of(2, True)
+    whole, _ = trained_on([{name: torch.cat([learnt[name], cut[name]]) for name in learnt}], 1)
+    parts, losses = trained_on([learnt, cut], 2)
+    assert whole.any()
+    torch.testing.assert_close(parts, whole)
+    assert all(map(math.isfinite, losses))
+
+
+def test_an_update_of_truncated_texts_alone_changes_nothing():
+    changed, losses = trained_on([rows_of(2, True)], 1)
+    assert not changed.any()
+    assert losses == [0.0]
 
 
 REFUSED = [

@@ -11,7 +11,8 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
-from tests.support.engines import Gate, ManualClock, SavingEngine, join_writers, payloads_of, saved
+from pulsetrain.testing import ManualClock
+from tests.support.engines import Gate, SavingEngine, join_writers, payloads_of, saved
 
 
 def iterate(interval: SaveInterval, clock: ManualClock, seconds: float, at_most: int = 100_000) -> int | None:

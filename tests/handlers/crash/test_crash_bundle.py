@@ -362,5 +362,5 @@ def test_the_run_and_its_configuration_are_in_it(tmp_path):
     bundle = read_bundle(run.handlers[0].bundles[0])
     assert (bundle.folder / "config.yaml").read_text() == "run: here\n"
     assert bundle.run["environment"]["torch"] == torch.__version__
-    assert bundle.run["handlers"] == ["CrashBundle", "ProgressBar"]
+    assert bundle.run["handlers"] == ["CrashBundle", "RunSummary", "ProgressBar"]
     assert json.loads((bundle.folder / "bundle.json").read_text())["trained"] == run.state.iteration

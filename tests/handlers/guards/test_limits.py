@@ -5,7 +5,8 @@ import pytest
 from pulsetrain.engine import ConfigurationError, Engine, Events, Every, Phase
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import Checkpointer, EventRecorder, StepLimit, TimeLimit
-from tests.support.engines import ManualClock, UpdatingEngine, make_engine
+from pulsetrain.testing import ManualClock
+from tests.support.engines import UpdatingEngine, make_engine
 from tests.support.models import trainer
 
 # ---------------------------------------------------------------------------------------------------------- TimeLimit

@@ -7,7 +7,8 @@ import torch
 from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.metric_values.step_values import scalars, step_metrics
-from tests.support.engines import ManualClock, UpdatingEngine, make_engine
+from pulsetrain.testing import ManualClock
+from tests.support.engines import UpdatingEngine, make_engine
 
 
 @dataclass

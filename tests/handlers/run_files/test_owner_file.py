@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from pulsetrain.engine import file_lock, file_system
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.file_system import FileSystem
-from pulsetrain.handlers.run_files import owner_file
+from pulsetrain.handlers.run_files import owner_file, owner_process
 from pulsetrain.handlers.run_files.owner_file import OWNER_FILE, OwnerFile
 from tests.support.runs_folders import child
 
@@ -54,7 +54,8 @@ Without = Callable[[pytest.MonkeyPatch, int], None]
 
 def on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process knows of processes says nothing about those of owners."""
-    monkeypatch.setattr(owner_file, "_processes", lambda: "another start")
+    for module in (owner_file, owner_process):
+        monkeypatch.setattr(module, "processes", lambda: "another start")
 
 
 def description(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pulsetrain.cli import main
-from pulsetrain.configuration.parse import load_yaml
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.recording.log.run_file import read_run_file
@@ -39,7 +39,12 @@ class TestResults:
         inferred = "[info] smaller values are better handler=Checkpointer metric=val/loss"
         progress = next(line for line in output.err.splitlines() if "100%" in line)
         assert progress.startswith("epoch 2/2, iteration 10/10 (100%), val/loss 0.")
-        assert output.err.splitlines() == [inferred, "run folder: runs/tiny-1", progress]
+        begun = [
+            "Training Net with 49 parameters on cpu in fp32, seed 3.",
+            "SGD(lr=0.01, momentum=0.9, weight_decay=0), 10 iterations in 2 epochs, 20 samples an epoch, 20 samples in "
+            "'val'.",
+        ]
+        assert output.err.splitlines() == [inferred, "run folder: runs/tiny-1", *begun, progress]
         rows = [line.split(maxsplit=1) for line in output.out.splitlines() if line]
         assert rows[0] == ["stopped", "at its end"]
         assert rows[1][1].startswith("10 iterations, 10 updates, 2 epochs, ")
@@ -239,7 +244,7 @@ class TestBadInput:
     ) -> None:
         handlers = "[{class_path: EarlyStopping, init_args: {metric: val/accuracy}}, CSVLogger]"
         assert train("--handlers", handlers) == 2
-        output = capsys.readouterr().err.splitlines()[1:]
+        output = capsys.readouterr().err.splitlines()[3:]
         assert output[1] == "epoch 1/2, iteration 5/10 (50%)"
         assert output[2] == (
             "pulsetrain: error: EarlyStopping(metric='val/accuracy'): this metric does not exist; there are: val/loss"
@@ -348,7 +353,8 @@ class TestResuming:
             "max_epochs": 3, "learning_rate": 1e-2, "optimizer": "sgd", "seed": 11,
         }  # fmt: skip
         assert read_run_file(Path("new"))["seed"] == 11
-        assert ("seed" in capsys.readouterr().err) == (given == "5")  # the settings differ by it, or not at all
+        warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[warning]")]
+        assert any("seed" in line for line in warned) == (given == "5")  # the settings differ by it, or not at all
 
     def test_a_checkpoint_may_be_named_by_a_url(self, folder: Path) -> None:
         elsewhere = "--handlers=[{class_path: Checkpointer, init_args: {folder: 'memory://cli/run'}}]"

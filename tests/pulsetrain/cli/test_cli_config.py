@@ -11,7 +11,8 @@ import torch
 
 from pulsetrain import TrainingConfig
 from pulsetrain.cli import main
-from pulsetrain.configuration.parse import STANDARD_HANDLERS, load_yaml
+from pulsetrain.configuration.parse import STANDARD_HANDLERS
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.checkpoint import CheckpointManager
 from tests.support.programs_command_line import files, train
 

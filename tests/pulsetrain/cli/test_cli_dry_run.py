@@ -96,7 +96,7 @@ def test_it_reports_what_was_checked_and_leaves_nothing(
     assert found["batch"] == "(float32 (4, 4), float32 (4, 1))"
     assert found["trained"].startswith("2 batches, 2 updates, mean loss ")
     assert found["validated"].startswith("val: 2 of 5 batches, val/loss ")
-    assert found["handlers"].startswith("Checkpointer, CSVLogger, ProgressBar: attached")
+    assert found["handlers"].startswith("Checkpointer, CSVLogger, RunSummary, ProgressBar: attached")
     assert found["checkpoint"].startswith("0.0")
     assert " s a batch, and " in found["speed"]
     assert "GB of this machine's" in found["memory"]

@@ -21,7 +21,7 @@ class TestHelp:
     @pytest.mark.parametrize(
         ("words", "status", "output"),
         [
-            (["--help"], 0, "Begin with: pulsetrain train"),
+            (["--help"], 0, "Begin with: pulsetrain init"),
             (["train", "--help"], 0, "--training.learning_rate 3e-4"),
             (["--version"], 0, f"pulsetrain {version('pulsetrain')} (torch "),
             (["nonsense"], 2, "invalid choice: 'nonsense'"),
@@ -66,7 +66,7 @@ class TestHelp:
         assert main([*command.split(), "--training.seed", "1"]) == 2
         output = capsys.readouterr().err
         name = command.split()[0]
-        commands = "train, config, lr-find, memory and fork"
+        commands = "train, config, lr-find, memory, fork and submit"
         assert f"--training.seed: {name} has no such option; {commands} take settings of a configuration" in output
 
     def test_settings_are_separated_from_options(self) -> None:

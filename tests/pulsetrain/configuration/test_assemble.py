@@ -29,7 +29,7 @@ from pulsetrain.engine.errors import (
     RunFolderError,
 )
 from pulsetrain.engine.step.accumulation import Accumulate
-from pulsetrain.handlers import Checkpointer, CSVLogger, ProgressBar
+from pulsetrain.handlers import Checkpointer, CSVLogger, ProgressBar, RunSummary
 
 MODEL = """
     from torch import nn
@@ -125,7 +125,7 @@ class TestClassPaths:
         handlers = "[CSVLogger, {class_path: Checkpointer, init_args: {every: {epochs: 2}}}]"
         trainer = assembled(write(tmp_path), tmp_path / "run", strategy=name, handlers=handlers).trainer
         assert type(trainer.strategy) is kind
-        assert [type(handler) for handler in trainer.handlers] == [CSVLogger, Checkpointer, ProgressBar]
+        assert [type(handler) for handler in trainer.handlers] == [CSVLogger, Checkpointer, RunSummary, ProgressBar]
         assert trainer.handlers[1].every == Every(epochs=2)
         assert trainer.handlers[0].path.parent == trainer.handlers[1].folder == tmp_path / "run"
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pulsetrain import TrainingConfig
-from pulsetrain.configuration.parse import STANDARD_HANDLERS, differences, load_yaml, read_config
+from pulsetrain.configuration.parse import STANDARD_HANDLERS, differences, read_config
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine import Every
 from pulsetrain.engine.errors import ConfigurationError
 

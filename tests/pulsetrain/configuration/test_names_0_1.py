@@ -16,8 +16,8 @@ from pulsetrain import EventLog, Events, Trainer, diff, verify
 from pulsetrain.cli import main
 from pulsetrain.configuration.class_paths import find
 from pulsetrain.configuration.names_0_1 import MODULES, current_module, current_path
-from pulsetrain.configuration.parse import load_yaml
 from pulsetrain.configuration.rebuild import rebuild
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.engine.recording.diff.fields import differing_fields
 from pulsetrain.handlers import EventRecorder

@@ -14,8 +14,9 @@ import pytest
 from torch import nn
 
 from pulsetrain.configuration.instantiate import instantiate
-from pulsetrain.configuration.parse import load_yaml, read_config
+from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.resolve import resolve
+from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import ConfigurationError
 
 HERE = __name__

@@ -326,7 +326,14 @@ def test_a_real_failed_run_opens_at_its_fault(tmp_path):
     assert debugger.state.update == 13
     assert debugger.value("train/loss") == debugger.event.output["loss"]
     handlers = debugger.handlers()
-    assert handlers.names == ("Fingerprints", "EventRecorder", "Checkpointer", "EarlyStopping", "ProgressBar")
+    assert handlers.names == (
+        "Fingerprints",
+        "EventRecorder",
+        "Checkpointer",
+        "EarlyStopping",
+        "RunSummary",
+        "ProgressBar",
+    )
     assert handlers.iteration == 10
     assert handlers.states["EarlyStopping(val/loss)"]["counter"] == 0
     assert any("patience=2" in line for line in handlers.lines())

@@ -60,6 +60,15 @@ class TestCurve:
         assert curve._buckets.shape[1] <= POINTS
         assert len(curve._values) <= 2 * 4096
 
+    def test_drawing_a_growing_curve_does_not_make_it_coarser(self):
+        once, often = Curve(), Curve()
+        for n in range(100_000):
+            once.add(n, math.sin(n))
+            often.add(n, math.sin(n))
+            if not n % 100:
+                often.points()
+        assert values(once) == values(often)
+
     def test_non_finite_values_are_gaps(self):
         curve = Curve()
         for n in range(10_000):

@@ -14,10 +14,11 @@ from ignite.metrics import Average
 from torch import nn
 
 from pulsetrain import Trainer
-from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, Preempted
+from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, GRPOStrategy, Preempted
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_weights
+from pulsetrain.engine.rollouts import Sampling, TextRollouts
 from pulsetrain.handlers import Checkpointer, EarlyStopping
-from tests.support.models import loader, regression_model, trainer
+from tests.support.models import Tokens, loader, regression_model, trainer
 from tests.support.runs import RESUMABLE_CONFIG, cut_after, resumable_run, weights
 
 
@@ -296,3 +297,25 @@ def test_objects_subscribed_by_their_own_methods_resume_too(iteration: int, tmp_
     assert before + after == expected
     assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
+
+
+def test_other_arguments_of_the_strategy_and_of_rollouts_are_reported_once_they_differ(tmp_path: Path):
+    def build(top_p: float, kl_coef: float, iterations: int) -> Trainer:
+        rollouts = TextRollouts(
+            [[1], [2, 2]], lambda completions: [1.0 * len(each) for each in completions], max_new_tokens=3,
+            prompts_per_rollout=2, sampling=Sampling(top_p=top_p),
+        )  # fmt: skip
+        return trainer(
+            {"max_iterations": iterations}, model=Tokens(8), train_loader=rollouts,
+            strategy=GRPOStrategy(2, kl_coef=kl_coef), handlers=[Checkpointer(tmp_path)],
+        )  # fmt: skip
+
+    build(0.9, 0.0, 1).train()
+    with structlog.testing.capture_logs() as logs:
+        build(0.9, 0.0, 2).train(resume="latest")
+    assert not warnings_starting(logs, "the run resumes with other arguments")
+    with structlog.testing.capture_logs() as logs:
+        build(0.5, 0.1, 3).train(resume="latest")
+    (differences,) = warnings_starting(logs, "the run resumes with other arguments")
+    assert [each.partition(":")[0] for each in differences] == ["strategy.kl_coef", "rollouts.sampling"]
+    assert "top_p=0.5" in differences[1]

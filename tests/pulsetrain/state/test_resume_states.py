@@ -142,7 +142,7 @@ def test_if_a_handler_rejects_its_state_all_others_stay_unchanged(strategy: Any,
     with pytest.raises(CheckpointError, match="does not fit"):
         other.load_checkpoint(path)
     assert other.strategy.seen == 0
-    assert [handler.values.tolist() for handler in other.handlers[1::2]] == [[0, 0], [0, 0]]
+    assert [each.values.tolist() for each in other.handlers if isinstance(each, Averaging)] == [[0, 0], [0, 0]]
     assert other.handlers[2].number_averaged == 0
     after = other.handlers[2].state_dict()["average"]["weights"]
     assert all(torch.equal(ema[name], value) for name, value in after.items())

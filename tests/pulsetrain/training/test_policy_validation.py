@@ -70,6 +70,46 @@ def drawn(prompts: Sequence[Sequence[int]], most: int, **_: Any) -> list[list[in
 # ----------------------------------------------------------------------------------------------------- what is reported
 
 
+def test_at_temperature_0_each_text_is_the_most_likely_one() -> None:
+    run = run_of(rollouts(HELD_OUT, temperature=0.0, log_completions=5), model=Tokens(VOCABULARY))
+    shown: list[str] = []
+    run.add_event_handler(Events.MEDIA_LOGGED, lambda engine, event: shown.append(event.payload.value))
+    run.validate()
+    following = run.model.table.weight.argmax(-1).tolist()
+    for prompt, text in zip(HELD_OUT, shown, strict=True):
+        expected, last = [], prompt[-1]
+        while len(expected) < 4 and END not in expected:
+            last = following[last]
+            expected.append(last)
+        assert text.endswith(f"completion: {expected}")
+
+
+def test_a_temperature_that_training_does_not_learn_at_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"TextRollouts\(temperature=0\.5\): is of a validation set"):
+        trainer({}, model=Tokens(VOCABULARY), train_loader=rollouts(temperature=0.5), strategy=GRPOStrategy(2))
+
+
+def test_a_reward_that_applies_to_no_text_of_a_rollout_keeps_no_old_value() -> None:
+    calls: list[int] = []
+
+    def sometimes(completions: Sequence[Any]) -> list[float | None]:
+        calls.append(1)
+        return [1.0 if len(calls) == 1 else None] * len(completions)
+
+    judge = {"lengths": lengths, "sometimes": sometimes}
+    run = trainer(
+        {"max_updates": 2, "seed": 0}, model=Tokens(VOCABULARY), train_loader=rollouts(judge=judge),
+        strategy=GRPOStrategy(2),
+    )  # fmt: skip
+    seen: list[bool] = []
+    run.add_event_handler(
+        Events.ROLLOUT_COMPLETED, lambda engine: seen.append("rollout/reward/sometimes" in engine.state.metrics)
+    )
+    run.train()
+    assert seen == [True, False]
+    assert "rollout/reward/lengths" in run.state.metrics
+
+
 def test_the_metrics_are_those_of_one_completion_for_each_prompt() -> None:
     asked: list[Any] = []
 

@@ -65,7 +65,7 @@ def test_the_progress_line_of_a_default_run_is_the_main_process_own_in_a_second_
     first, second = in_processes(body)
     assert (first.error, second.error) == ("", ""), first.error + second.error
     assert first.value == second.value == [8, 12]
-    lines = first.stderr.splitlines()
+    lines = [line for line in first.stderr.splitlines() if line.startswith("epoch")]
     assert [line.split(" (")[0] for line in lines] == ["epoch 2/2, iteration 8/8", "epoch 3/3, iteration 12/12"]
     assert second.stderr == ""
 

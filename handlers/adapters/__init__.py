@@ -1,0 +1,1 @@
+"""Callbacks of other frameworks as handlers."""

@@ -1,0 +1,184 @@
+"""Says what is trained when a run starts, and what was reached when it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from itertools import chain
+from typing import Any, Self, TextIO, cast
+
+from pulsetrain.engine import Engine, Event, Events, OnError, Phase, TrainingRun, is_training_run
+from pulsetrain.engine.backends.module_view import reading_once
+from pulsetrain.engine.events.subscription import FIRST, LAST
+from pulsetrain.engine.metrics import infer_mode
+from pulsetrain.engine.optimizers import describe_optimizer
+from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.metric_values.best_value import is_better
+
+__all__ = ["RunSummary"]
+
+_VALUES = 6  # metrics that the last lines show
+
+
+class RunSummary(Handler):
+    """Writes a few lines when a run starts and when it has ended; a Trainer has one by default.
+
+    At the start: device, precision, parameters, optimizer, schedule, data, length and seed. At the end: how long the
+    run took, why it ended, the metrics with their best values, where the best checkpoint is, and what can be done next.
+
+    Args:
+        stream: by default stderr, as it is when the run starts.
+        ending: whether to name the run folder, and to write lines at the end; `pulsetrain train` does so itself.
+        on_error: "raise" ends the run when the stream cannot be written, "warn" continues.
+
+    >>> from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig
+    >>> from pulsetrain.testing import tiny_loader, tiny_model
+    >>> config = TrainingConfig(seed=0, max_epochs=2, progress=False)
+    >>> trainer = Trainer(
+    ...     tiny_model(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=config,
+    ...     handlers=[RunSummary(stream=sys.stdout, ending=False)],
+    ... )
+    >>> _ = trainer.train()
+    Training Sequential with 49 parameters on cpu in fp32, seed 0.
+    AdamW(lr=0.001, betas=(0.9, 0.999), weight_decay=0), 8 iterations in 2 epochs, 32 samples an epoch.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, ending: bool = True, on_error: OnError = "raise") -> None:
+        self.ending = ending
+        self._given_stream = stream
+        self._on_error = on_error
+        self._started = 0.0
+        self._first = 0  # iterations before this start
+
+    def attach(self, engine: Engine) -> Self:
+        """Describe the runs of the trainer.
+
+        Raises:
+            TypeError: it is not a trainer.
+        """
+        if not is_training_run(engine):
+            raise TypeError(f"RunSummary.attach({type(engine).__name__}): needs a Trainer")
+        with self._attachment.to(cast(Engine, engine), whole_bus=False) as subscribe:
+            subscribe(Events.STARTED, self._on_started, phase=Phase.OBSERVE, order=FIRST, on_error=self._on_error)
+            ends = Events.TERMINATE | Events.COMPLETED
+            subscribe(ends, self._on_end, phase=Phase.PERSIST, order=LAST, on_error=self._on_error)
+        return self
+
+    def _on_started(self, engine: Engine) -> None:
+        self._started, self._first = time.monotonic(), engine.state.iteration
+        folder = _run_folder(engine) if self.ending else ""
+        self._write(chain(_beginning(engine), [f"Run folder: {folder}"] if folder else []))
+
+    def _on_end(self, engine: Engine, event: Event) -> None:
+        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
+            return  # COMPLETED follows, perhaps after a last validation
+        if self.ending and not cast(TrainingRun, engine).is_rewinding:
+            self._write(self._end(engine))
+
+    def _end(self, engine: Engine) -> Iterator[str]:
+        state = engine.state
+        seconds = time.monotonic() - self._started
+        why = f": {state.stop_reason}" if state.stop_reason else ""
+        trained = state.iteration - self._first
+        yield f"Ended after {state.iteration:,} iterations ({trained:,} in {_duration(seconds)}){why}."
+        values = list(_values(engine))[:_VALUES]
+        if values:
+            yield f"{', '.join(values)}."
+        yield from _next_steps(engine)
+
+    def _write(self, lines: Iterable[str]) -> None:
+        stream = self._given_stream if self._given_stream is not None else sys.stderr
+        if stream is None:  # closed by the caller, as with 2>&-
+            return
+        # not by tqdm.external_write_mode: a process that is killed in it leaves its lock taken for all that fork later
+        stream.write("".join(f"{line}\n" for line in lines))
+        stream.flush()
+
+
+def _beginning(engine: Engine) -> Iterator[str]:
+    run, state = cast(TrainingRun, engine), engine.state
+    with reading_once(run.model):
+        counts = [(each.numel(), each.requires_grad) for each in run.model.parameters()]
+    total = sum(number for number, _ in counts)
+    trained = sum(number for number, learns in counts if learns)
+    of_them = "" if trained == total else f", of which {trained:,} are trained,"
+    many = f" and {len(run.processes) - 1} more processes" if len(run.processes) > 1 else ""
+    verb = f"Resuming after iteration {state.iteration:,}:" if state.iteration else "Training"
+    where = f"on {run.backend.device}{many} in {run.config.precision}"
+    yield f"{verb} {type(run.model).__name__} with {total:,} parameters{of_them} {where}, seed {run.seed}."
+    parts = [describe_optimizer(run.optimizer)]
+    if run.config.schedule not in (None, "constant"):
+        parts.append(f"schedule {run.config.schedule}")
+    epochs = f" in {_count(state.max_epochs, 'epoch')}" if state.max_epochs else ""
+    if run.total_iterations is not None:
+        parts.append(f"{_count(run.total_iterations, 'iteration')}{epochs}")
+    elif epochs:
+        parts.append(epochs.removeprefix(" in "))
+    if samples := _samples(run.train_loader):
+        parts.append(f"{samples} an epoch")
+    for name, loader in run.val_loaders.items():
+        if found := _samples(loader):
+            parts.append(f"{found} in {name!r}")
+    yield f"{', '.join(parts)}."
+
+
+def _values(engine: Engine) -> Iterator[str]:
+    """The losses and the metrics that are known to improve, each with its best value if the last one is worse."""
+    run, history = cast(TrainingRun, engine), cast(Any, engine).history.get_history()
+    for name, value in engine.state.metrics.items():
+        if name.partition("/")[0] not in (*run.val_loaders, "rollout"):
+            continue
+        mode = infer_mode(name, run.val_metrics)
+        if not isinstance(value, int | float) or (mode is None and "loss" not in name):
+            continue
+        best: float | None = None
+        for each in history.get(name, ()) if mode is not None else ():
+            best = each if mode is not None and is_better(each, best, mode) else best
+        yield f"{name} {value:.4g}" if best is None or best == value else f"{name} {value:.4g} (best {best:.4g})"
+
+
+def _next_steps(engine: Engine) -> Iterator[str]:
+    """Commands that work for what this run has kept."""
+    handlers = {type(each).__name__: each for each in cast(TrainingRun, engine).handlers}
+    saver, recorder = handlers.get("Checkpointer"), handlers.get("EventRecorder")
+    if saver is None and recorder is None:
+        yield "Nothing was kept; handlers=[Checkpointer('runs/a'), EventRecorder('runs/a')] would keep the run."
+        return
+    if saver is not None:
+        best = saver.manager.get_best()
+        latest = saver.manager.get_latest() if best is None else best
+        if latest is not None:
+            yield f"{'Best checkpoint' if best is not None else 'Checkpoint'}: {latest}"
+            yield "Train longer: trainer.train(resume='latest') with a larger bound; predict: pulsetrain.load(path)"
+    if recorder is not None:
+        yield f"Look at it: pulsetrain report {_run_folder(engine)}"
+
+
+def _run_folder(engine: Engine) -> str:
+    for each in cast(TrainingRun, engine).handlers:
+        if type(each).__name__ in ("Checkpointer", "EventRecorder") and getattr(each, "folder", None) is not None:
+            folder = str(each.folder)
+            return folder.removesuffix("/events")
+    return ""
+
+
+def _samples(loader: object) -> str:
+    dataset = getattr(loader, "dataset", None)
+    return _count(len(dataset), "sample") if isinstance(dataset, Sized) else ""
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as people write them.
+
+    >>> _duration(4.2), _duration(130), _duration(7300)
+    ('4.2 s', '2 min 10 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,105 @@
+"""Commits between two runs, each checked out into a folder of its own; the user's checkout stays as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from pulsetrain.bisect.trials import HANDLER, Pair, Trials, train
+from pulsetrain.configuration.rebuild import base_of
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.log.run_file import read_run_file
+
+__all__ = ["commit_of", "commits_between", "notes_of", "repository_of", "train_commit"]
+
+
+def repository_of(pair: Pair) -> Path:
+    """The repository in which the good run was started.
+
+    Raises:
+        ConfigurationError: git is not installed, or the folder is not in a repository.
+    """
+    base = base_of(pair.good)
+    found = _git(base, "rev-parse", "--show-toplevel")
+    return Path(found)
+
+
+def commits_between(pair: Pair, repository: Path) -> list[tuple[str, str]]:
+    """The commits after the good run's up to the bad one's, oldest first: hash and subject.
+
+    Raises:
+        ConfigurationError: a run has recorded no commit, the good one's does not come before, or both are the same.
+    """
+    good, bad = (commit_of(each) for each in (pair.good, pair.bad))
+    if good == bad:
+        raise ConfigurationError(f"both runs are of the commit {good[:12]}; leave --git out to compare their settings")
+    lines = _git(repository, "log", "--reverse", "--ancestry-path", "--format=%H%x09%s", f"{good}..{bad}").splitlines()
+    if not lines:
+        raise ConfigurationError(f"the commit of {pair.good}, {good[:12]}, does not come before that of {pair.bad}")
+    return [(line.partition("\t")[0], line.partition("\t")[2]) for line in lines]
+
+
+def notes_of(pair: Pair) -> list[str]:
+    """What the commits do not say: files that were changed and not committed, settings that differ."""
+    found = []
+    for each in (pair.good, pair.bad):
+        git = read_run_file(each).get("git")
+        if isinstance(git, dict) and git.get("changed"):
+            found.append(f"{each}: its uncommitted changes are not part of the runs here")
+    if pair.changes:
+        found.append(f"{len(pair.changes)} settings differ, too; every run here has those of {pair.good}")
+    return found
+
+
+def train_commit(trials: Trials, repository: Path, commit: str, folder: Path) -> str:
+    """Train the good configuration with the files of a commit, from the beginning; returns the error, or ""."""
+    base = base_of(trials.pair.good).resolve().relative_to(repository.resolve())
+    config = json.loads(json.dumps(trials.pair.configs[0], default=str))
+    end = {"class_path": HANDLER, "init_args": {"iteration": trials.until}}
+    config["handlers"] = [*(config.get("handlers") or ()), end]
+    config.pop("run", None)
+    with _checkout(repository, commit) as checkout:
+        if not (checkout / base).is_dir():
+            return f"the commit has no folder {base}"
+        file = checkout / base / f".bisect-{commit[:12]}.yaml"
+        file.write_text(yaml.safe_dump(config, sort_keys=False))
+        words = ["train", str(file), "--run", str(folder.resolve())]
+        return train(folder.resolve(), words, cwd=checkout / base, paths=[checkout / base, checkout])
+
+
+@contextmanager
+def _checkout(repository: Path, commit: str) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="pulsetrain-bisect-"))
+    try:
+        _git(repository, "worktree", "add", "--detach", "--force", str(folder / "checkout"), commit)
+        yield folder / "checkout"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _git(repository, "worktree", "prune")
+
+
+def commit_of(run: Path) -> str:
+    """The commit that a run has recorded."""
+    git = read_run_file(run).get("git")
+    commit = git.get("commit") if isinstance(git, dict) else None
+    if not isinstance(commit, str):
+        raise ConfigurationError(f"{run}: has recorded no commit: it was not started inside a git repository")
+    return commit
+
+
+def _git(folder: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigurationError("--git: git is not installed; install it, or leave --git out") from error
+    if done.returncode:
+        said: Sequence[str] = done.stderr.strip().splitlines() or ["it failed"]
+        raise ConfigurationError(f"--git: git {words[0]} in {folder}: {said[-1]}")
+    return done.stdout.strip()

@@ -1,0 +1,249 @@
+"""The short runs: each forked from the last common checkpoint of two runs, or started like them, in its own process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.bisect.changes import Change, changes_between, settings_with
+from pulsetrain.bisect.search import Verdict
+from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.engine.checkpoint.reader import step_of
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.metric_words import mode_of_words
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.diff.compare import diff
+from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.reproduce.rerun import checkpoint_before
+from pulsetrain.runs.summary import RunSummary, is_run, summarize
+
+__all__ = ["Pair", "Trial", "Trials", "read_pair", "train"]
+
+HANDLER = "pulsetrain.bisect.ending.EndAt"
+_STATE = "bisect.json"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs, what differs between them, and where they begin to."""
+
+    good: Path
+    bad: Path
+    changes: tuple[Change, ...]
+    metric: str
+    mode: str  # "min" or "max"
+    start: int  # iteration of the last common checkpoint; 0: the beginning
+    length: int  # iteration at which the shorter of the two has ended
+    configs: tuple[dict[str, Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short run that has ended."""
+
+    name: str
+    folder: Path
+    what: str  # which settings it has, or which commit
+    value: float | None
+    verdict: Verdict
+    error: str = ""
+
+
+def read_pair(good: Path, bad: Path, metric: str | None) -> Pair:
+    """Compare two runs.
+
+    Raises:
+        RunFolderError: one is not a run that was made from a configuration.
+        ConfigurationError: no setting differs, or the metric is not one of both.
+    """
+    for each in (good, bad):
+        if not is_run(each) or not (each / "config.yaml").is_file():
+            rule = "bisect needs runs that `pulsetrain train` has made" if is_run(each) else "is not a run folder"
+            raise RunFolderError(f"{each}: has no config.yaml; {rule}" if is_run(each) else f"{each}: {rule}")
+    configs = [load_yaml((each / "config.yaml").read_text(encoding="utf-8")) for each in (good, bad)]
+    described = [read_run_file(each) for each in (good, bad)]
+    training = [each.get("settings") for each in described]
+    given = [each if isinstance(each, dict) else {} for each in training]
+    changes = changes_between(configs[0], configs[1], given[0], given[1])
+    runs = [summarize(each) for each in (good, bad)]
+    chosen, mode = _metric(runs, described, metric)
+    found = diff(EventLog(good), EventLog(bad))
+    agreed = found.divergence.a.iteration if found.divergence is not None else runs[0].iteration
+    checkpoint = checkpoint_before(good, agreed) if agreed > 0 else None
+    start = step_of(checkpoint) if checkpoint is not None else 0
+    length = min(each.iteration for each in runs)
+    return Pair(good, bad, tuple(changes), chosen, mode, start, length, (configs[0], configs[1]))
+
+
+def _metric(runs: Sequence[RunSummary], described: Sequence[Mapping[str, Any]], metric: str | None) -> tuple[str, str]:
+    both = [name for name in runs[0].last if name in runs[1].last]
+    modes = {**(described[1].get("modes") or {}), **(described[0].get("modes") or {})}
+    known = {name: mode for name in both if (mode := modes.get(name) or mode_of_words(name)) is not None}
+    judged = [name for name in known if name in runs[0].best]
+    if metric is None:
+        if not judged:
+            raise ConfigurationError(
+                f"no metric of {runs[0].folder} and {runs[1].folder} is known to improve; choose one with --metric: "
+                f"{', '.join(both) or 'they have none in common'}"
+            )
+        return judged[0], known[judged[0]]
+    name = next((each for each in both if each.replace("/", "_") == metric.replace("/", "_")), None)
+    if name is None:
+        raise ConfigurationError(f"--metric {metric}: is not a metric of both runs; these are: {', '.join(both)}")
+    if name not in known:
+        raise ConfigurationError(f"--metric {metric}: whether it should fall or rise is not known; choose another one")
+    return name, known[name]
+
+
+@dataclass
+class Trials:
+    """The short runs of a pair, in a folder; those that have ended are not run again.
+
+    Args:
+        pair: the two runs.
+        into: the folder.
+        until: the iteration at which they end.
+        noise: differences of the metric up to this do not count.
+        ended: called with each run that has ended.
+    """
+
+    pair: Pair
+    into: Path
+    until: int
+    noise: float = 0.0
+    ended: Callable[[Trial], object] = lambda trial: None
+    all: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        request = {
+            "good": str(self.pair.good.resolve()), "bad": str(self.pair.bad.resolve()), "start": self.pair.start,
+            "until": self.until, "changes": [str(each) for each in self.pair.changes],
+        }  # fmt: skip
+        state = self.into / _STATE
+        if state.is_file() and json.loads(state.read_text()) != request:
+            raise RunFolderError(f"--into {self.into}: holds the runs of another question; choose another folder")
+        if not state.is_file() and self.into.is_dir() and any(self.into.iterdir()):
+            raise RunFolderError(f"--into {self.into}: is not empty; choose another folder")
+        self.into.mkdir(parents=True, exist_ok=True)
+        state.write_text(json.dumps(request, indent=1))
+        self._good: float | None = None
+        self._bad: float | None = None
+
+    def controls(self) -> None:
+        """Run both ends.
+
+        Raises:
+            ConfigurationError: one of them fails, or the short run of the bad one is not worse.
+        """
+        self.controls_of(self.check, ((), self.pair.changes))
+
+    def controls_of(self, check: Callable[[Any], Verdict], ends: tuple[Any, Any]) -> None:
+        """The same, of something else than settings: the good end and the bad one."""
+        for each in ends:
+            check(each)
+        good, bad = self.all[0], self.all[1]
+        for each in (good, bad):
+            if each.error:
+                raise ConfigurationError(f"{each.folder}: a control failed: {each.error}")
+        assert good.value is not None
+        assert bad.value is not None
+        worse = bad.value - good.value if self.pair.mode == "min" else good.value - bad.value
+        if not math.isnan(bad.value) and worse <= self.noise:
+            raise ConfigurationError(
+                f"the short runs show no difference: {self.pair.metric} is {good.value:.6g} with the settings of "
+                f"{self.pair.good} and {bad.value:.6g} with those of {self.pair.bad} after {self.until} iterations; "
+                "let them be longer with --iterations"
+                + (f", or choose a smaller --noise than {self.noise}" if self.noise else "")
+            )
+        self._good, self._bad = good.value, bad.value
+
+    def check(self, changes: Sequence[Change]) -> Verdict:
+        """Run the good configuration with some of the changes, unless that has been done."""
+        every = self.pair.changes
+        numbers = [every.index(each) + 1 for each in changes]
+        name = "good" if not changes else "bad" if len(changes) == len(every) else "with-" + "-".join(map(str, numbers))
+        what = (
+            "none"
+            if not changes
+            else f"all {len(every)}"
+            if name == "bad"
+            else ", ".join(each.name for each in changes)
+        )
+        return self.add(name, what, lambda folder: self._train(folder, changes))
+
+    def add(self, name: str, what: str, start: Callable[[Path], str]) -> Verdict:
+        """Judge the run in the folder of this name, which is trained first unless it has ended."""
+        known = next((each for each in self.all if each.name == name), None)
+        if known is not None:
+            return known.verdict
+        folder = self.into / name
+        mark = folder.with_name(f"{name}.ended")  # a run that was stopped by a signal has an end in its log, too
+        error = ""
+        if not mark.exists() and not (error := start(folder)):
+            mark.touch()
+        value = None if error else summarize(folder).last.get(self.pair.metric)
+        if not error and value is None:
+            error = f"it has recorded no {self.pair.metric}"
+        trial = Trial(name, folder, what, value, self._verdict(value), error)
+        self.all.append(trial)
+        self.ended(trial)
+        return trial.verdict
+
+    def _verdict(self, value: float | None) -> Verdict:
+        """Bad if it is nearer to the bad control than to the good one: by ratios where a value has grown."""
+        if value is None:
+            return Verdict.UNRESOLVED
+        if self._good is None or self._bad is None:  # a control
+            return Verdict.BAD if self.all else Verdict.GOOD
+        sign = 1 if self.pair.mode == "min" else -1
+        if math.isnan(value) or sign * value == math.inf:
+            return Verdict.BAD
+        good, bad = self._good, self._bad
+        if not math.isfinite(bad):  # which the short run is not
+            return Verdict.GOOD
+        middle = math.sqrt(good * bad) if 0 < good < bad else (good + bad) / 2
+        return Verdict.BAD if sign * (value - middle) >= 0 and sign * (value - good) > self.noise else Verdict.GOOD
+
+    def _train(self, folder: Path, changes: Sequence[Change]) -> str:
+        good, bad = self.pair.configs
+        settings = settings_with(good, bad, changes)
+        handlers = list(settings.get("handlers", good.get("handlers") or ()))
+        settings["handlers"] = [*handlers, {"class_path": HANDLER, "init_args": {"iteration": self.until}}]
+        words = [f"--{name}={json.dumps(value)}" for name, value in settings.items()]
+        if not self.pair.start:
+            return train(folder, ["train", str(self.pair.good / "config.yaml"), "--run", str(folder), *words])
+        if "parent" not in read_run_file(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed process has left of the fork
+            at = ["fork", str(self.pair.good), "--at", str(self.pair.start), "--into", str(folder)]
+            if error := train(folder, [*at, *words]):
+                shutil.rmtree(folder, ignore_errors=True)
+                return error
+        return train(folder, ["train", str(folder / "config.yaml"), "--run", str(folder)])
+
+
+def train(folder: Path, words: Sequence[str], *, cwd: Path | None = None, paths: Sequence[Path] = ()) -> str:
+    """Run a command in a process of its own; what it prints is written beside the run. Returns the error, or ""."""
+    resume = ["--resume", "latest"] if words[0] == "train" else []
+    environment = dict(os.environ)
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    output = folder.with_name(f"{folder.name}.txt")
+    with output.open("a") as out:
+        command = [sys.executable, "-m", "pulsetrain", *words, *resume]
+        done = subprocess.run(command, stdout=out, stderr=out, check=False, cwd=cwd, env=environment)
+    if done.returncode in (0, 4):  # 4: with a state that cannot be saved
+        return ""
+    if done.returncode < 0 or done.returncode >= 128:
+        raise KeyboardInterrupt  # stopped: the same command continues
+    text = output.read_text(encoding="utf-8", errors="replace")
+    errors = re.findall(r"^pulsetrain: error: (.*)$", text, re.MULTILINE)
+    return errors[-1] if errors else (text.strip().splitlines() or ["it left no output"])[-1]

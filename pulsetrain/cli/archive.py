@@ -1,0 +1,50 @@
+"""`pulsetrain archive`: writes runs as single files, and makes run folders of them."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from pulsetrain.cli.reports import OK
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.export.event_formats import format_count
+from pulsetrain.runs.archive import SUFFIX, is_archive, unpacked, write_archive
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write each archive, or unpack it, and print its path; returns the exit status."""
+    into: Path = arguments.into
+    if not into.is_dir():
+        raise ConfigurationError(f"--into {into}: there is no such folder; create it first")
+    for each in arguments.runs:
+        print(_unpack(each, into) if arguments.unpack else _archive(each, arguments))
+    return OK
+
+
+def _archive(run_folder: Path, arguments: argparse.Namespace) -> str:
+    target = arguments.into / f"{run_folder.resolve().name}{SUFFIX}"
+    if run_folder.resolve() in target.resolve().parents:
+        raise ConfigurationError(f"--into {arguments.into}: is in the run folder, which is only read; choose another")
+    if target.exists() and not arguments.force:
+        raise ConfigurationError(f"{target}: already exists; choose another folder with --into, or use --force")
+    made = write_archive(run_folder, target, checkpoints=arguments.checkpoints)
+    for each in made.left_out:
+        print(f"pulsetrain: left out {each}", file=sys.stderr)
+    for each in made.redacted:
+        print(f"pulsetrain: {each}: credentials were replaced in the archive", file=sys.stderr)
+    return f"{made.path}: {format_count(made.files, 'file')}, {made.size / 1e6:,.1f} MB"
+
+
+def _unpack(archive: Path, into: Path) -> str:
+    if not is_archive(archive):
+        raise RunFolderError(f"{archive}: is not a run's archive; `pulsetrain archive RUN` makes one")
+    folder = unpacked(archive)
+    target = into / folder.name
+    if target.exists():
+        raise ConfigurationError(f"{target}: already exists; choose another folder with --into")
+    shutil.move(folder, target)
+    return str(target)

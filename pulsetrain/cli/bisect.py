@@ -1,0 +1,139 @@
+"""`pulsetrain bisect`: finds the setting or the commit that makes a run worse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.bisect.changes import Change
+from pulsetrain.bisect.commits import commit_of, commits_between, notes_of, repository_of, train_commit
+from pulsetrain.bisect.search import Verdict, causes, first_bad
+from pulsetrain.bisect.trials import Pair, Trial, Trials, read_pair
+from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
+from pulsetrain.engine.argument_checks import check_number, check_whole_number
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.export.event_formats import format_count
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, and print the answer with its runs; returns the exit status."""
+    check_number("pulsetrain bisect", "noise", arguments.noise)
+    if arguments.iterations is not None:
+        check_whole_number("pulsetrain bisect", "iterations", arguments.iterations)
+    pair = read_pair(arguments.good, arguments.bad, arguments.metric)
+    if not arguments.git and not pair.changes:
+        raise ConfigurationError(
+            f"{pair.good} and {pair.bad} have the same settings; --git compares their commits, `pulsetrain diff` events"
+        )
+    repository = repository_of(pair) if arguments.git else None
+    commits = commits_between(pair, repository) if repository is not None else []
+    start = 0 if arguments.git else pair.start
+    until = start + (arguments.iterations or max(pair.length - start, 1))
+    into = arguments.into or pair.bad.with_name(f"{pair.bad.resolve().name}-bisect")
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        trials = Trials(pair, into, until, arguments.noise, _show)
+        where = f"from iteration {start:,} of {pair.good}" if start else "from the beginning"
+        print(f"{pair.metric} of short runs {where} to {until:,}, in {into}", file=sys.stderr)
+        answer = _commits(trials, repository, commits) if repository is not None else _settings(trials)
+    except KeyboardInterrupt:
+        print(f"\npulsetrain: stopped; the same command continues in {into}", file=sys.stderr)
+        return STOPPED
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with until_closed():
+        if arguments.format == "json":
+            runs = [{"run": str(each.folder), **_row(each)} for each in trials.all]
+            print(json.dumps({"metric": pair.metric, "start": start, "until": until, **answer, "runs": runs}))
+        else:
+            print(_table(trials.all, pair))
+            print("\n".join(answer["text"]))
+    return OK if answer["causes"] else FAILED
+
+
+def _settings(trials: Trials) -> dict[str, Any]:
+    trials.controls()
+    pair = trials.pair
+    found = causes(pair.changes, trials.check)
+    text = []
+    for cause in found:
+        name = next(each.name for each in trials.all if _is_of(each, cause, pair))
+        value = next(each.value for each in trials.all if each.name == name)
+        together = "" if len(cause) == 1 else " only together"
+        text.append(f"\n{pair.metric} is {_number(value)} instead of {_number(trials.all[0].value)}{together} with")
+        text += [f"  {each}" for each in cause]
+    left = [each for each in pair.changes if not any(each in cause for cause in found)]
+    if left and found:
+        trials.check(left)
+        rest = trials.all[-1] if trials.all[-1].what == ", ".join(each.name for each in left) else None
+        rest = rest or next(each for each in trials.all if each.what == ", ".join(one.name for one in left))
+        those = f"the other {len(left)} settings" if len(left) > 1 else "the other setting"
+        ends = f"failed: {rest.error}" if rest.error else f"gives {_number(rest.value)}"
+        text.append(f"without that, {those} {ends if len(left) == 1 else ends.replace('gives', 'give')}")
+    return {"causes": [[each.name for each in cause] for cause in found], "text": text + _failures(trials)}
+
+
+def _is_of(trial: Trial, cause: Sequence[Change], pair: Pair) -> bool:
+    if len(cause) == len(pair.changes):
+        return trial.name == "bad"
+    return trial.what == ", ".join(each.name for each in cause)
+
+
+def _commits(trials: Trials, repository: Path, commits: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    pair = trials.pair
+    for note in notes_of(pair):
+        print(f"pulsetrain: {note}", file=sys.stderr)
+    subjects = dict(commits)
+
+    def check(commit: str) -> Verdict:
+        what = f"{commit[:12]} {subjects.get(commit, 'the commit of ' + str(pair.good))}"
+        return trials.add(commit[:12], what, lambda folder: train_commit(trials, repository, commit, folder))
+
+    trials.controls_of(check, (commit_of(pair.good), commits[-1][0]))
+    suspects, unresolved = first_bad([commit for commit, _ in commits], check)
+    text = [
+        f"\nthe first commit with a worse {pair.metric}:" if len(suspects) == 1 else "\nit is one of these commits:"
+    ]
+    text += [f"  {commit[:12]} {subjects[commit]}" for commit in suspects]
+    if unresolved:
+        text.append(f"{format_count(len(unresolved), 'commit')} before it cannot be trained")
+    return {"causes": [suspects] if len(suspects) == 1 else [], "suspects": suspects, "text": text + _failures(trials)}
+
+
+def _failures(trials: Trials) -> list[str]:
+    failed = [each for each in trials.all if each.error]
+    return [f"{format_count(len(failed), 'run')} failed, which may hide a cause:"] * bool(failed) + [
+        f"  {each.what}: {each.error}" for each in failed
+    ]
+
+
+def _show(trial: Trial) -> None:
+    value = trial.error if trial.error else f"{_number(trial.value)} {trial.verdict.value}"
+    print(f"{trial.name}: {value}  ({trial.what})", file=sys.stderr, flush=True)
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    return {"settings": trial.what, "value": trial.value, "verdict": trial.verdict.value, "error": trial.error}
+
+
+def _table(trials: Sequence[Trial], pair: Pair) -> str:
+    lines = [("run", pair.metric, "", "what it has of the worse run")]
+    for each in trials:
+        lines.append((str(each.folder), _number(each.value), each.verdict.value, each.what))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,112 @@
+"""`pulsetrain examples`: lists the examples that are installed, and copies one."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import shlex
+import shutil
+from collections.abc import Iterator
+from importlib.resources import as_file, files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from pulsetrain.cli.reports import OK, until_closed
+from pulsetrain.engine.errors import RunFolderError, unknown_name
+
+__all__ = ["copy_example", "project", "run"]
+
+_PROJECT = "project"  # what `pulsetrain init` copies
+_CONFIG = "config.yaml"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the examples, or copy the one that is named; returns the exit status."""
+    if arguments.name is None:
+        with until_closed():
+            print("\n".join(_lines()))
+        return OK
+    found = {name: each for name, each in _examples() if name != _PROJECT}
+    name = arguments.name.removesuffix(".py")
+    if name not in found:
+        raise unknown_name("pulsetrain examples", "NAME", arguments.name, found)
+    target = copy_example(found[name], arguments.into / found[name].name)
+    print(f"{target}\nrun it: {_how_to_run(target)}")
+    return OK
+
+
+def copy_example(example: Traversable, target: Path, remedy: str = "choose another place with --into") -> Path:
+    """Copy an example; nothing is overwritten.
+
+    Args:
+        example: its file or folder.
+        target: the copy.
+        remedy: what to do if the target exists.
+
+    Raises:
+        RunFolderError: the target exists, or cannot be written.
+    """
+    if target.exists():
+        raise RunFolderError(f"{target}: exists already, and nothing is overwritten; {remedy}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with as_file(example) as source:
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copyfile(source, target)
+    except OSError as error:
+        raise RunFolderError(f"{target}: cannot be written: {error.strerror or error}") from error
+    return target
+
+
+def project() -> Traversable:
+    """The example that `pulsetrain init` copies."""
+    return _folder() / _PROJECT
+
+
+def _folder() -> Traversable:
+    folder = files("pulsetrain") / "examples"
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder}: is missing; this installation is not complete, so install pulsetrain again")
+    return folder
+
+
+def _examples() -> Iterator[tuple[str, Traversable]]:
+    """The examples by name, in alphabetical order."""
+    for each in sorted(_folder().iterdir(), key=lambda each: each.name):
+        if each.name.endswith(".py"):
+            yield each.name.removesuffix(".py"), each
+        elif each.is_dir() and any(part.name.endswith((".py", ".yaml")) for part in each.iterdir()):
+            yield each.name, each
+
+
+def _lines() -> Iterator[str]:
+    found = [(name, _about(each)) for name, each in _examples() if name != _PROJECT]
+    width = max(len(name) for name, _ in found)
+    for name, about in found:
+        yield f"{name:{width}}  {about}"
+    yield "\ncopy one: pulsetrain examples NAME; start a project of your own: pulsetrain init NAME"
+
+
+def _about(example: Traversable) -> str:
+    """The first line of its description."""
+    if example.is_file():
+        return _first_line(example)
+    if (example / _CONFIG).is_file():
+        return (example / _CONFIG).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+    scripts = sorted((each for each in example.iterdir() if each.name.endswith(".py")), key=lambda each: each.name)
+    return next(filter(None, map(_first_line, scripts)), "")
+
+
+def _first_line(script: Traversable) -> str:
+    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
+
+
+def _how_to_run(target: Path) -> str:
+    if target.is_file():
+        return f"python {shlex.quote(str(target))}"
+    if (target / _CONFIG).is_file():
+        return f"pulsetrain train {shlex.quote(str(target / _CONFIG))}"
+    return f"see the first lines of the files in {shlex.quote(str(target))}"

@@ -1,0 +1,48 @@
+"""`pulsetrain prune`: deletes old checkpoints of runs that have ended."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from pulsetrain.cli.reports import FAILED, OK
+from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.export.event_formats import format_count
+from pulsetrain.runs.index import RunIndex
+from pulsetrain.runs.prune import Pruned, prune, superfluous
+from pulsetrain.runs.summary import RunSummary, Status
+from pulsetrain.runs.where import select_runs
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show what is deleted, and delete it if that was asked for; returns the exit status."""
+    check_whole_number("pulsetrain prune", "keep_last", arguments.keep_last)
+    every = RunIndex(arguments.folder).summaries()
+    found = [_pruned(each, every, arguments) for each in select_runs(every, arguments.where)]
+    found = [each for each in found if each.checkpoints]
+    for each in found:
+        print(f"{each.run}: {_described(len(each.checkpoints), each.size)}")
+    total = _described(sum(len(each.checkpoints) for each in found), sum(each.size for each in found))
+    if not arguments.yes:
+        print(f"would delete {total}; nothing was deleted: add --yes" if found else "nothing to delete")
+        return OK
+    kept = [path for each in found for path in prune(each)]
+    print(f"deleted {total}" if not kept else f"{format_count(len(kept), 'checkpoint')} not deleted: {kept[0]} ...")
+    return FAILED if kept else OK
+
+
+def _described(checkpoints: int, size: int) -> str:
+    return f"{format_count(checkpoints, 'checkpoint')}, {size / 1e6:,.1f} MB"
+
+
+def _pruned(summary: RunSummary, every: list[RunSummary], arguments: argparse.Namespace) -> Pruned:
+    is_going = summary.status in (Status.RUNNING, Status.STALLED)
+    age = time.time() - (summary.updated or 0.0)
+    if is_going or (arguments.older_than is not None and age < arguments.older_than * 86400):
+        return Pruned(summary.folder, [], 0)
+    parents = [each.parent for each in every if each.parent is not None]
+    names = {str(each.get("checkpoint")) for each in parents if Path(str(each["run"])) == summary.folder.resolve()}
+    return superfluous(summary.folder, arguments.keep_last, names)

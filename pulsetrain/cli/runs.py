@@ -1,0 +1,40 @@
+"""`pulsetrain runs`: lists the runs below a folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pulsetrain.cli.reports import OK, until_closed
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.runs.index import RunIndex
+from pulsetrain.runs.listing import FORMATS, check_columns, columns_of, sorted_by
+from pulsetrain.runs.summary import Status
+from pulsetrain.runs.where import select_runs
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the runs; returns the exit status."""
+    root = arguments.folder or (Path("runs") if Path("runs").is_dir() else Path())
+    for status in arguments.status:
+        check_choice("pulsetrain runs", "status", status, [each.value for each in Status])
+    found = RunIndex(root, cache=not arguments.no_index).summaries()
+    if not found:
+        print(f"pulsetrain: {root}: holds no runs; name a folder that does", file=sys.stderr)
+        return OK
+    chosen = select_runs(found, arguments.where)
+    if arguments.status:
+        chosen = [each for each in chosen if each.status.value in arguments.status]
+    chosen = [each for each in chosen if set(arguments.tag) <= set(each.tags)]
+    columns = arguments.columns or columns_of(chosen)
+    check_columns([arguments.sort, *columns], found)
+    chosen = sorted_by(chosen, arguments.sort, root, reverse=arguments.reverse)[: arguments.limit]
+    with until_closed():
+        if not chosen:
+            print(f"pulsetrain: none of the {len(found):,} runs matches", file=sys.stderr)
+        else:
+            print("\n".join(FORMATS[arguments.format](chosen, columns, root)))
+    return OK

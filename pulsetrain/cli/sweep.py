@@ -1,0 +1,147 @@
+"""`pulsetrain sweep`: trains a configuration with many settings, and finds the best."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from pulsetrain.cli import main
+from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.sweep.results import SweepResults, Trial, read_results
+from pulsetrain.sweep.spec import Spec, read_spec
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the sweep, or print its table."""
+    if arguments.status:
+        folder = arguments.sweep if arguments.sweep.is_dir() else Path(_read(arguments).folder)
+        with until_closed():
+            print(_table(read_results(folder)))
+        return OK
+    spec = _read(arguments)
+    if spec.replay and not arguments.train:
+        return _replay(spec)
+    from pulsetrain.sweep.coordinator import run_sweep
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        results = run_sweep(
+            spec, main, lambda trial: print(_line(trial), file=sys.stderr, flush=True), arguments.worker
+        )
+    except KeyboardInterrupt:
+        print(f"\npulsetrain: stopped; the same command continues the sweep in {spec.folder}", file=sys.stderr)
+        return STOPPED
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with until_closed():
+        print(_table(results))
+    if arguments.worker is not None and any(trial.state == "running" for trial in results.trials):
+        print("\nother workers train the rest; the last one writes best.yaml", file=sys.stderr)
+        return OK
+    if results.best is None:
+        print("pulsetrain: error: no trial has completed; the table has the errors", file=sys.stderr)
+        return FAILED
+    _write_best(spec, results.best)
+    from pulsetrain.sweep.pictures import write_pictures
+
+    write_pictures(spec)
+    print(f"\nbest trial     {results.best.number}: {results.best.folder}")
+    print(f"configuration  {Path(spec.folder) / 'best.yaml'}")
+    print(f"pictures       {Path(spec.folder) / 'sweep.html'}")
+    return OK
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _read(arguments: argparse.Namespace) -> Spec:
+    spec = read_spec(arguments.sweep)
+    for name in ("trials", "workers"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigurationError(f"--{name} {value}: needs a whole number of at least 1")
+    given = {name: getattr(arguments, name) for name in ("trials", "workers", "folder")}
+    return replace(spec, **{name: value for name, value in given.items() if value is not None})
+
+
+def _replay(spec: Spec) -> int:
+    """Answer from the logs of recorded runs: only arguments of one handler vary."""
+    handlers = {name.split(".")[1] for name in spec.space if name.startswith("handlers.") and name.count(".") == 2}
+    if len(handlers) != 1 or any(not name.startswith("handlers.") for name in spec.space):
+        other = next((name for name in spec.space if not name.startswith("handlers.")), "handlers")
+        raise ConfigurationError(
+            f"replay: {other} changes what is trained, and recorded runs cannot answer that; only the arguments of one "
+            "handler may vary, such as handlers.EarlyStopping.patience; leave replay out, or add --train"
+        )
+    if any(not isinstance(values, tuple) for values in spec.space.values()):
+        raise ConfigurationError("replay: needs lists of values, not ranges; all combinations are replayed")
+    (handler,) = handlers
+    fixed = _arguments_of(spec, handler)
+    print(
+        f"only {handler} varies: answered from the logs of {len(spec.replay)} run(s), without training; --train trains",
+        file=sys.stderr,
+    )
+    texts = []
+    for values in itertools.product(*(each for each in spec.space.values() if isinstance(each, tuple))):
+        given = {**fixed, **{name.split(".")[2]: value for name, value in zip(spec.space, values, strict=True)}}
+        texts.append(f"{handler}:" + ",".join(f"{name}={json.dumps(value)}" for name, value in given.items()))
+    words = [word for text in texts for word in ("--handler", text)]
+    return main(["replay", *spec.replay, *words])
+
+
+def _arguments_of(spec: Spec, handler: str) -> dict[str, object]:
+    for each in (spec.base or {}).get("handlers") or ():
+        if isinstance(each, dict) and str(each.get("class_path")).rpartition(".")[2] == handler:
+            return dict(each.get("init_args") or {})
+    return {}
+
+
+def _line(trial: Trial) -> str:
+    values = ", ".join(f"{name} {value:.6g}" for name, value in trial.values.items())
+    params = ", ".join(f"{name} {_short(value)}" for name, value in trial.params.items())
+    return f"trial {trial.number} {trial.state}: {values or trial.error or params}{f' ({params})' if values else ''}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _table(results: SweepResults) -> str:
+    """The trials, the best first by the first metric; then those without values."""
+    metrics = list(results.directions)
+    params = list(dict.fromkeys(name for trial in results.trials for name in trial.params))
+    sign = 1 if results.directions[metrics[0]] == "min" else -1
+    ordered = sorted(
+        results.trials, key=lambda each: (not each.values, sign * each.values.get(metrics[0], 0.0), each.number)
+    )
+    rows = [("trial", "state", *metrics, *params, "error")]
+    for trial in ordered:
+        values = [f"{trial.values[name]:.6g}" if name in trial.values else "-" for name in metrics]
+        given = [_short(trial.params[name]) if name in trial.params else "-" for name in params]
+        rows.append((str(trial.number), trial.state, *values, *given, trial.error))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+
+
+def _write_best(spec: Spec, best: Trial) -> None:
+    """The base configuration with the values of the best trial."""
+    from pulsetrain.configuration.parse import read_config
+    from pulsetrain.handlers.run_files.redaction import redacted
+    from pulsetrain.sweep.trials import settings_of
+
+    config = read_config(Path(spec.config), settings_of(spec, best.params))
+    metric, value = next(iter(best.values.items()))
+    text = f"# trial {best.number} of {spec.folder}: {metric} {value:.6g}\n"
+    text += yaml.safe_dump({**redacted(config), "run": "runs/best-{n}"}, sort_keys=False, allow_unicode=True)
+    (Path(spec.folder) / "best.yaml").write_text(text, encoding="utf-8")

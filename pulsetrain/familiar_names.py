@@ -1,0 +1,129 @@
+"""Names that other frameworks use for what is called differently here, so that an error can say the right one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from pulsetrain.engine.errors import ArgumentTypeError, did_you_mean
+
+__all__ = ["OF_CONFIG", "OF_TRAINER", "knows_familiar_names", "missing_attribute"]
+
+T = TypeVar("T")
+
+
+def _all(remedy: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, remedy)
+
+
+_SETTINGS = {
+    **_all("learning_rate=...", "lr", "learning_rate", "base_lr"),
+    **_all("max_epochs=...", "epochs", "max_epochs", "num_epochs", "n_epochs", "num_train_epochs"),
+    **_all("max_updates=...", "max_steps", "steps", "num_steps"),
+    **_all("max_iterations=...", "max_iters", "iterations", "num_iterations"),
+    **_all("accumulate=...", "accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum"),
+    **_all("clip_grad_norm=...", "gradient_clip_val", "max_grad_norm", "grad_clip", "clip_norm"),
+    **_all("precision='bf16' or 'fp16'", "fp16", "bf16", "amp", "mixed_precision"),
+    **_all("schedule='cosine'", "scheduler", "lr_scheduler", "lr_scheduler_type"),
+    **_all("warmup_steps=...", "warmup", "num_warmup_steps"),
+    **_all("early_stopping_patience=...", "patience"),
+    **_all("run_dir=..., save_every_n_epochs=...", "output_dir", "save_dir", "default_root_dir", "checkpoint_dir"),
+    **_all("log_every_n_steps=...", "logging_steps", "log_every", "log_interval"),
+    **_all("validate_every=Every(epochs=1)", "eval_every", "eval_steps", "eval_strategy", "check_val_every_n_epoch"),
+    **_all("progress=...", "enable_progress_bar", "verbose", "disable_tqdm"),
+    **_all("device='cuda'", "accelerator", "use_cuda", "gpus"),
+    **_all("optimizer='adamw'", "optim"),
+}
+_BATCHES = _all("the batch size of the DataLoader", "batch_size", "per_device_train_batch_size")
+
+OF_CONFIG = {name: f"set {setting}" for name, setting in _SETTINGS.items()} | {
+    name: f"choose {remedy}" for name, remedy in _BATCHES.items()
+}
+"""What to write in place of a keyword that TrainingConfig does not have."""
+
+OF_TRAINER = {
+    **{name: f"pass config=TrainingConfig({setting})" for name, setting in _SETTINGS.items()},
+    **{name: f"choose {remedy}" for name, remedy in _BATCHES.items()},
+    **_all(
+        "pass strategy=SupervisedStrategy('mse'), or with a function of outputs and targets",
+        "loss", "loss_fn", "criterion", "loss_function", "compute_loss",
+    ),
+    **_all("pass train_loader=...", "train_data", "train_dataloader", "train_dataloaders", "dataloader", "data"),
+    **_all("pass train_loader=DataLoader(...)", "train_dataset", "dataset"),
+    **_all("pass val_loader=...", "val_data", "val_dataloader", "val_dataloaders", "valid_loader", "validation_data"),
+    **_all("pass val_loader=DataLoader(...)", "eval_dataset", "val_dataset"),
+    **_all("pass handlers=[CSVLogger('runs/a')]", "logger", "loggers"),
+    **_all("pass metrics={'accuracy': Accuracy()}", "compute_metrics"),
+    **_all("pass config=TrainingConfig(...)", "args", "training_args", "hparams"),
+    **{
+        name: f"pass config=TrainingConfig({name}=...)"
+        for name in (
+            "precision", "device", "compile", "seed", "schedule", "weight_decay", "warmup_steps", "accumulate",
+            "clip_grad_norm", "max_iterations", "max_updates", "max_tokens", "progress",
+        )
+    },
+}  # fmt: skip
+"""What to write in place of a keyword that Trainer does not have."""
+
+_ATTRIBUTES = {
+    **_all("call train()", "fit", "run_training"),
+    **_all("call validate(), or test(loader) for other data", "evaluate", "eval"),
+    **_all("call predict(loader)", "predict_step", "inference"),
+    **_all("call save_checkpoint()", "save", "save_model"),
+    **_all("call load_checkpoint(path), or train(resume=path)", "load", "restore", "resume"),
+    **_all("read state.epoch", "current_epoch", "epoch"),
+    **_all("read state.update, or state.iteration for batches", "global_step", "step"),
+    **_all("read state.metrics", "callback_metrics", "logged_metrics", "metrics"),
+    **_all("read train_loader", "train_dataloader"),
+    **_all("read val_loaders", "val_loader", "val_dataloaders"),
+    **_all("pass it to the Trainer in handlers=[...], or call its attach(trainer)", "add_callback", "add_handler"),
+    **_all("call log(name, value) for each", "log_dict", "log_metrics"),
+}
+
+
+def knows_familiar_names(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Let a class answer keywords that it does not have with the way to write it.
+
+    >>> @knows_familiar_names({"colour": "pass color=..."})
+    ... class Pen:
+    ...     def __init__(self, color="black"): ...
+    >>> Pen(colour="red")
+    Traceback (most recent call last):
+    pulsetrain.engine.errors.ArgumentTypeError: Pen(colour='red'): is not an argument; pass color=...
+
+    Args:
+        names: keyword of another framework -> the remedy.
+
+    Raises, when an object is made: ArgumentTypeError.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        make: Callable[..., None] = vars(kind)["__init__"]
+        known = set(inspect.signature(make).parameters)
+
+        @wraps(make)
+        def __init__(self: T, *args: Any, **keywords: Any) -> None:  # noqa: N807
+            if not known.issuperset(keywords):
+                name = next(each for each in keywords if each not in known)
+                remedy = f"; {names[name]}" if name in names else did_you_mean(name, known)
+                raise ArgumentTypeError(f"is not an argument{remedy}", kind.__name__, **{name: keywords[name]})
+            make(self, *args, **keywords)
+
+        setattr(kind, "__init__", __init__)  # noqa: B010  # type checkers know the signature of the class
+        return kind
+
+    return decorate
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that a trainer does not have; it says what to use if the name is a familiar one."""
+    try:
+        object.__getattribute__(owner, name)
+    except AttributeError as error:
+        if name not in _ATTRIBUTES:
+            return error
+    return AttributeError(
+        f"{type(owner).__name__} has no attribute {name!r}; {_ATTRIBUTES[name]}", name=name, obj=owner
+    )

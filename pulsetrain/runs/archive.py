@@ -1,0 +1,278 @@
+"""A run as one file, and the file as a run folder again.
+
+An archive is a zip file: RUN/config.yaml and so on, and `pulsetrain-archive.json`, which names the run and lists the
+files with their sizes and SHA-256. Other programs can read it. What is compressed already is stored as it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fnmatch
+import hashlib
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal, TypeAlias
+
+import msgspec
+import yaml
+
+from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
+from pulsetrain.engine.recording.log.records import Json
+from pulsetrain.engine.recording.log.run_file import id_of_run
+from pulsetrain.handlers.run_files.redaction import redacted
+from pulsetrain.runs.summary import Status, is_run, summarize
+
+__all__ = ["SUFFIX", "Archived", "Kept", "is_archive", "unpacked", "write_archive"]
+
+SUFFIX = ".run.zip"
+_CONTENTS = "pulsetrain-archive.json"
+_FORMAT = 1
+_STORED = frozenset({".zst", ".png", ".gz", ".zip", ".pt", ".safetensors", ".mp4", ".jpg"})
+_PRIVATE = (".env", "*.env", ".netrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", ".git-credentials")
+_OF_THE_PROCESS = (".owner", "*.lock", ".lock")
+_TEXTS = frozenset({".txt", ".log", ".out", ".err", ".md", ".csv"})
+_MOST_TEXT = 10_000_000  # bytes of a text in which credentials are looked for
+
+Kept: TypeAlias = Literal["none", "best", "latest", "all"]
+
+
+@dataclass
+class Archived:
+    """What an archive holds."""
+
+    path: Path
+    files: int = 0
+    size: int = 0  # bytes of the archive
+    left_out: list[str] = field(default_factory=list)  # files, each with the reason
+    redacted: list[str] = field(default_factory=list)  # files without the credentials that were in them
+
+
+class _File(msgspec.Struct):
+    size: int
+    sha256: str
+
+
+class _Contents(msgspec.Struct):
+    format: int
+    run: str  # the name of its folder
+    id: str
+    files: dict[str, _File]
+
+
+def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Archived:
+    """Write a run as one file; the run is only read. What is written is read back and compared.
+
+    Credentials in configurations and text files are replaced, files that hold credentials by their names are left out,
+    and so are links and the files of a process that trains.
+
+    Args:
+        folder: the run folder, of a run that has ended.
+        into: the file, which is replaced if it is there.
+        checkpoints: which of the run's checkpoints go in.
+
+    Raises:
+        RunFolderError: it is not a run folder, the run has not ended, its log has texts with credentials, or the file
+            cannot be written.
+    """
+    if not is_run(folder):
+        raise RunFolderError(f"{folder}: is not a run folder; `pulsetrain runs` lists those below a folder")
+    status = summarize(folder).status
+    if status in (Status.RUNNING, Status.STALLED):
+        raise RunFolderError(f"{folder}: the run is {status.value}; stop it, or archive it when it has ended")
+    _check_events(folder)
+    name = folder.resolve().name
+    archived, contents = Archived(into), _Contents(_FORMAT, name, id_of_run(folder), {})
+    try:
+        with tempfile.TemporaryDirectory(prefix=".archive-", dir=into.parent) as beside:
+            partial = Path(beside) / "archive"
+            with zipfile.ZipFile(partial, "w", allowZip64=True) as file:
+                for path in _files(folder, checkpoints, archived):
+                    within = path.relative_to(folder).as_posix()
+                    contents.files[within] = _add(file, path, f"{name}/{within}", within, archived)
+                file.writestr(_info(_CONTENTS, compress=True), msgspec.json.encode(contents))
+            _check(partial)
+            partial.replace(into)
+    except OSError as error:
+        raise RunFolderError(f"{into}: the archive cannot be written: {error.strerror or error}") from error
+    archived.files, archived.size = len(contents.files), into.stat().st_size
+    return archived
+
+
+def is_archive(path: Path) -> bool:
+    """Whether it is a file that `write_archive` has made."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as file:
+        return _CONTENTS in file.namelist()
+
+
+def unpacked(path: Path) -> Path:
+    """The run folder of an archive, unpacked into a temporary folder until the process ends; other paths as they are.
+
+    Raises:
+        RunFolderError: the file is a zip file of other content, or a damaged or a newer archive.
+    """
+    if not is_archive(path):
+        if path.is_file() and path.suffix == ".zip":
+            raise RunFolderError(f"{path}: is not a run's archive, or is damaged; name a run folder, or another copy")
+        return path
+    with zipfile.ZipFile(path) as file:
+        contents = _contents(file, path)
+        target = Path(tempfile.mkdtemp(prefix="pulsetrain-archive-"))
+        atexit.register(shutil.rmtree, target, ignore_errors=True)
+        folder = target / contents.run
+        folder.mkdir()
+        for within, expected in contents.files.items():
+            written = folder / within
+            written.parent.mkdir(parents=True, exist_ok=True)
+            with written.open("wb") as out:
+                _copy(file, path, contents, within, expected, out.write)
+    return folder
+
+
+def _files(folder: Path, checkpoints: Kept, archived: Archived) -> Iterator[Path]:
+    chosen = _checkpoints(folder, checkpoints)
+    for path in sorted(folder.rglob("*")):
+        within = path.relative_to(folder)
+        if path.is_symlink() or any(each.is_symlink() for each in path.parents if each.is_relative_to(folder)):
+            archived.left_out += [f"{within}: a link"] if path.is_symlink() else []
+        elif not path.is_file() or any(fnmatch.fnmatch(path.name, each) for each in _OF_THE_PROCESS):
+            continue
+        elif any(fnmatch.fnmatch(path.name.lower(), each) for each in _PRIVATE):
+            archived.left_out.append(f"{within}: credentials, by its name")
+        elif within.parts[0] == "checkpoints" and len(within.parts) > 2 and within.parts[1] not in chosen:
+            continue
+        else:
+            yield path
+
+
+def _checkpoints(folder: Path, kept: Kept) -> set[str]:
+    """The names of those that go in."""
+    if kept == "none" or not (folder / "checkpoints").is_dir():
+        return set()
+    from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints  # imports torch
+
+    if kept == "all":
+        return {each.name for each in find_checkpoints(folder / "checkpoints") if isinstance(each, Path)}
+    manager = CheckpointManager(folder / "checkpoints")
+    found = (manager.get_best() if kept == "best" else None) or manager.get_latest()
+    return set() if found is None else {found.name}
+
+
+def _add(file: zipfile.ZipFile, path: Path, name: str, within: str, archived: Archived) -> _File:
+    changed = _without_credentials(path, within)
+    digest, size = hashlib.sha256(), 0
+    with file.open(_info(name, compress=path.suffix not in _STORED), "w", force_zip64=True) as out:
+        if changed is not None:
+            archived.redacted.append(within)
+            digest.update(changed)
+            out.write(changed)
+            return _File(len(changed), digest.hexdigest())
+        with path.open("rb") as source:
+            while part := source.read(1 << 20):
+                digest.update(part)
+                size += len(part)
+                out.write(part)
+    return _File(size, digest.hexdigest())
+
+
+def _info(name: str, *, compress: bool) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)  # with the date of 1980: the same run gives the same file
+    info.compress_type = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
+    info.external_attr = 0o644 << 16
+    return info
+
+
+def _without_credentials(path: Path, within: str) -> bytes | None:
+    """The content of a text file in which credentials were replaced; None if it has none."""
+    at_top = "/" not in within
+    if path.stat().st_size > _MOST_TEXT or not (
+        path.suffix in _TEXTS or (at_top and path.suffix in (".yaml", ".json"))
+    ):
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix in _TEXTS:
+            return None if (found := redacted(text)) == text else found.encode()
+        value = load_yaml(text) if path.suffix == ".yaml" else msgspec.json.decode(text)
+    except (ValueError, yaml.YAMLError):
+        return None
+    if (changed := redacted(value)) == value:
+        return None
+    return yaml.safe_dump(changed, sort_keys=False).encode() if path.suffix == ".yaml" else msgspec.json.encode(changed)
+
+
+def _check_events(folder: Path) -> None:
+    """Refuse a log with texts that are credentials: without them it would not be the run's log any more."""
+    if not (folder / "events").is_dir():
+        return
+    for rank in logged_ranks(folder):
+        for event in EventLog(folder, rank).read(superseded=True):
+            texts = [*_texts(event.payload), *_texts(event.output)]
+            if any(redacted(text) != text for text in texts):
+                raise RunFolderError(
+                    f"{folder}: event {event.seq} ({event.event}) of rank {rank} has a text that is a credential by "
+                    "its form, and an archive keeps the log as it is; share `pulsetrain report` or `export` instead"
+                )
+
+
+def _texts(value: Json) -> Iterator[str]:
+    if isinstance(value, str):
+        if len(value) > 5:
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+
+
+def _contents(file: zipfile.ZipFile, path: Path) -> _Contents:
+    try:
+        found = msgspec.json.decode(file.read(_CONTENTS), type=_Contents)
+    except (msgspec.MsgspecError, zipfile.BadZipFile, ValueError) as error:
+        raise RunFolderError(f"{path}: the archive's list of files is damaged: {error}; use another copy") from error
+    if found.format > _FORMAT:
+        raise RunFolderError(f"{path}: is an archive of format {found.format}; this version reads {_FORMAT}; update")
+    for each in (found.run, *found.files):
+        parts = PurePosixPath(each).parts
+        if not parts or each.startswith("/") or ".." in parts or "\\" in each or "\0" in each:
+            raise RunFolderError(f"{path}: {each!r} is not a name of a file in a run folder; the archive is not ours")
+    if len(PurePosixPath(found.run).parts) != 1:
+        raise RunFolderError(f"{path}: {found.run!r} is not the name of a folder; the archive is not ours")
+    return found
+
+
+def _copy(
+    file: zipfile.ZipFile,
+    path: Path,
+    contents: _Contents,
+    within: str,
+    expected: _File,
+    write: Callable[[bytes], object],
+) -> None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with file.open(f"{contents.run}/{within}") as source:
+            while (part := source.read(1 << 20)) and size <= expected.size:
+                digest.update(part)
+                size += len(part)
+                write(part)
+    except (KeyError, zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise RunFolderError(f"{path}: {within} is damaged: {error}; use another copy") from error
+    if size != expected.size or digest.hexdigest() != expected.sha256:
+        raise RunFolderError(f"{path}: {within} is damaged: its checksum differs; use another copy")
+
+
+def _check(path: Path) -> None:
+    with zipfile.ZipFile(path) as file:
+        contents = _contents(file, path)
+        for within, expected in contents.files.items():
+            _copy(file, path, contents, within, expected, lambda _: None)

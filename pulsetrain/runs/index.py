@@ -1,0 +1,169 @@
+"""The runs below a folder, remembered in a small database, so that only those that have changed are read again."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.runs.summary import PARTS, RunSummary, Status, is_run, summarize
+from pulsetrain.runs.tags import TAGS_FILE
+
+__all__ = ["INDEX", "RunIndex", "sign_of"]
+
+INDEX = Path(".pulsetrain") / "index.sqlite"
+_VERSION = 2  # of what is remembered
+_DEPTH = 6  # folders below the root
+_MANY = 200  # runs, from which on several processes read them
+_OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
+_LOG = [f"/events/{path.name}" for path in log_files(Path())]
+_FILES = ("/run.json", "/config.yaml", f"/{TAGS_FILE}", "/.owner", *_LOG)
+
+
+class RunIndex:
+    """The runs below a folder.
+
+    Deleting the database costs nothing but the time to read all runs again. Where it cannot be written, or is damaged,
+    they are read each time.
+
+    Args:
+        root: a folder with runs, also in its subfolders; or a run.
+        cache: whether to read and write the database.
+
+    Raises:
+        RunFolderError: the folder does not exist.
+    """
+
+    def __init__(self, root: Path, *, cache: bool = True) -> None:
+        if not root.is_dir():
+            what = "is a file" if root.exists() else "does not exist"
+            raise RunFolderError(f"{root}: {what}; name a folder that holds runs")
+        self.root = root
+        self._path = root / INDEX if cache and not is_run(root) else None
+
+    def summaries(self) -> list[RunSummary]:
+        """All runs, in the order of their paths."""
+        known = self._known()
+        signs = {path: sign_of(path) for path in self._folders()}
+        fresh = {path for path, sign in signs.items() if path not in known or known[path][0] != sign}
+        found = {path: summary for path, (_, summary) in known.items() if path in signs and path not in fresh}
+        read = dict(zip(sorted(fresh), _read(sorted(fresh)), strict=True))
+        found |= {path: summary for path, summary in read.items() if summary is not None}
+        gone = known.keys() - signs.keys()
+        if read or gone:
+            # a run in progress changes by itself: it stalls, or its process ends
+            settled = {path: each for path, each in read.items() if each is not None and _is_settled(each)}
+            self._remember(
+                {path: (signs[path], each) for path, each in settled.items()}, gone | (fresh - settled.keys())
+            )
+        return [found[path] for path in sorted(found)]
+
+    def _folders(self) -> Iterator[str]:
+        todo = [(str(self.root), 0)]
+        while todo:
+            folder, depth = todo.pop()
+            try:
+                with os.scandir(folder) as entries:
+                    here = {each.name: each for each in entries}
+            except OSError:
+                continue
+            if not here.keys().isdisjoint(PARTS):
+                yield folder
+            if depth < _DEPTH:
+                todo += [
+                    (each.path, depth + 1)
+                    for name, each in here.items()
+                    if name[0] != "." and name not in _OF_RUNS and each.is_dir(follow_symlinks=False)
+                ]
+
+    def _known(self) -> dict[str, tuple[str, RunSummary]]:
+        """What is remembered: a sign of the files, and the summary, by path."""
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=5)) as database:
+                if database.execute("pragma user_version").fetchone()[0] != _VERSION:
+                    return {}
+                rows = database.execute("select path, sign, summary from runs").fetchall()
+            return {os.fsdecode(path): (sign, _decoder.decode(summary)) for path, sign, summary in rows}
+        except (sqlite3.Error, msgspec.DecodeError, OSError):  # damaged, or being replaced: all runs are read again
+            return {}
+
+    def _remember(self, rows: dict[str, tuple[str, RunSummary]], gone: set[str]) -> None:
+        if self._path is None:
+            return
+        with suppress(sqlite3.Error, OSError):  # a folder that cannot be written: nothing is remembered
+            self._path.parent.mkdir(exist_ok=True)
+            try:
+                self._write(rows, gone)
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):  # busy, or not writable
+                    raise
+                self._path.unlink()
+                self._write(rows, gone)
+
+    def _write(self, rows: dict[str, tuple[str, RunSummary]], gone: set[str]) -> None:
+        assert self._path is not None
+        with closing(sqlite3.connect(self._path, timeout=5)) as database, database:
+            if database.execute("pragma user_version").fetchone()[0] != _VERSION:
+                database.execute("drop table if exists runs")
+                database.execute(f"pragma user_version = {_VERSION}")
+            database.execute("create table if not exists runs (path blob primary key, sign text, summary blob)")
+            database.executemany("delete from runs where path = ?", [(os.fsencode(path),) for path in gone])
+            values = [(os.fsencode(path), sign, _encoder.encode(summary)) for path, (sign, summary) in rows.items()]
+            database.executemany("insert or replace into runs values (?, ?, ?)", values)
+
+
+def _is_settled(summary: RunSummary) -> bool:
+    return summary.status not in (Status.RUNNING, Status.STALLED)
+
+
+def sign_of(folder: str) -> str:
+    """What changes when a file changes that a summary is read from."""
+    parts = []
+    for name in _FILES:
+        try:
+            status = os.stat(folder + name)
+        except OSError:
+            parts.append("-")
+        else:
+            parts.append(f"{status.st_size}:{status.st_mtime_ns}")
+    return " ".join(parts)
+
+
+def _read(paths: list[str]) -> list[RunSummary | None]:
+    if len(paths) < _MANY or (os.cpu_count() or 1) < 2:
+        return [_summary(path) for path in paths]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        return list(pool.map(_summary, paths, chunksize=64))
+
+
+def _summary(path: str) -> RunSummary | None:
+    """The summary of a run; None if it has just been removed."""
+    try:
+        return summarize(Path(path))
+    except (RunFolderError, OSError):
+        return None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return os.fsencode(value)  # a name may be any bytes
+    raise NotImplementedError(type(value))
+
+
+def _object(kind: type, value: object) -> object:
+    if issubclass(kind, Path):
+        return Path(os.fsdecode(value))  # type: ignore[arg-type]  # bytes, from _plain
+    raise NotImplementedError(kind)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decoder = msgspec.msgpack.Decoder(RunSummary, dec_hook=_object)

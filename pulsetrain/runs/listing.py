@@ -1,0 +1,153 @@
+"""Runs as a table: which columns, in which order."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.engine.errors import unknown_name
+from pulsetrain.runs.summary import RunSummary
+
+__all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "sorted_by", "value_of"]
+
+_FIRST = ("run", "status", "progress")
+_LAST = ("tags", "from", "updated")
+_OWN = (*_FIRST, *_LAST, "reason", "epoch", "iteration", "started", "id", "ranks", "parent")
+_MOST = 6  # columns of metrics, and of settings, that are chosen by default
+_WIDTH = 60  # characters of a cell
+
+
+def columns_of(runs: Sequence[RunSummary]) -> list[str]:
+    """The columns by default: best metrics, and the settings in which the runs differ."""
+    metrics = list(dict.fromkeys(name for run in runs for name in run.best))[:_MOST]
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    differ = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1][:_MOST]
+    last = [name for name in _LAST if name == "updated" or any(value_of(run, name, Path()) for run in runs)]
+    return [*_FIRST, *metrics, *differ, *last]
+
+
+def value_of(run: RunSummary, column: str, root: Path) -> Any:
+    """A value of the run: one of its own, its best or newest value of a metric, or a setting; None if it has none.
+
+    Args:
+        run: the run.
+        column: "run", "status", ..., the name of a metric, or of a setting.
+        root: what the path of the run is relative to.
+    """
+    match column:
+        case "run":
+            return path_of(run.folder, root)
+        case "status":
+            return run.status.value
+        case "tags":
+            return ", ".join(run.tags)
+        case "from":
+            return f"{Path(str(run.parent['run'])).name} at {run.parent.get('iteration')}" if run.parent else ""
+    if column in _OWN:
+        return getattr(run, column)
+    for values in (run.best, run.last, run.settings):
+        if column in values:
+            return values[column]
+    return None
+
+
+def sorted_by(runs: Sequence[RunSummary], column: str, root: Path, *, reverse: bool = False) -> list[RunSummary]:
+    """The runs in the order of a column's values; those without a value are last.
+
+    Raises:
+        ConfigurationError: no run has such a column.
+    """
+    check_columns([column], runs)
+    have = [run for run in runs if value_of(run, column, root) is not None]
+    lack = [run for run in runs if value_of(run, column, root) is None]
+
+    def key(run: RunSummary) -> tuple[str, Any]:
+        value = value_of(run, column, root)
+        is_number = isinstance(value, int | float)
+        return ("", float(value)) if is_number else (type(value).__name__, str(value))
+
+    return [*sorted(have, key=key, reverse=reverse), *lack]
+
+
+def check_columns(columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
+    """Refuse a column that no run has.
+
+    Raises:
+        ConfigurationError: there is one; the message names the nearest.
+    """
+    known = dict.fromkeys(_OWN)
+    for run in runs:
+        known |= dict.fromkeys((*run.best, *run.last, *run.settings))
+    for column in columns:
+        if column not in known:
+            raise unknown_name("pulsetrain runs", "column", column, known)
+
+
+def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
+    """Aligned columns under a header."""
+    rows = [list(columns), *([_cell(run, name, root) for name in columns] for run in runs)]
+    widths = [max(len(row[number]) for row in rows) for number in range(len(columns))]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def as_json(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
+    """One JSON object per line."""
+    for run in runs:
+        yield json.dumps({name: value_of(run, name, root) for name in columns}, default=str)
+
+
+def as_csv(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
+    """A header, and one row per run. A text that a spreadsheet would compute begins with an apostrophe."""
+    for row in (list(columns), *([value_of(run, name, root) for name in columns] for run in runs)):
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow([_harmless(value) for value in row])
+        yield line.getvalue()
+
+
+FORMATS: dict[str, Callable[[Sequence[RunSummary], Sequence[str], Path], Iterator[str]]] = {
+    "table": as_table,
+    "json": as_json,
+    "csv": as_csv,
+}
+
+
+def path_of(folder: Path, root: Path) -> str:
+    """The run's path below the root."""
+    try:
+        return str(folder.relative_to(root)) if folder != root else folder.name
+    except ValueError:
+        return str(folder)
+
+
+def _cell(run: RunSummary, column: str, root: Path) -> str:
+    value = value_of(run, column, root)
+    if column == "progress":
+        return _progress(run)
+    if column in ("updated", "started"):
+        return "" if value is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
+    if column == "reason" or value is None:
+        return _shown(str(value or ""))
+    return f"{value:.6g}" if isinstance(value, float) else _shown(str(value))
+
+
+def _progress(run: RunSummary) -> str:
+    share = "" if run.progress is None else f" ({run.progress:.0%})"
+    if run.total_epochs:
+        return f"epoch {run.epoch}/{run.total_epochs}{share}"
+    return f"{run.iteration:,}{f'/{run.total_iterations:,}' if run.total_iterations else ''}{share}"
+
+
+def _shown(text: str) -> str:
+    """A text in one cell, without characters that would move the cursor."""
+    plain = text if text.isprintable() else json.dumps(text)[1:-1]
+    return plain if len(plain) <= _WIDTH else f"{plain[: _WIDTH - 3]}..."
+
+
+def _harmless(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value

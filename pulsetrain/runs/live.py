@@ -1,0 +1,302 @@
+"""A run while it is trained: its curves, its newest events, its progress and its processes, kept up to date."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording import EventLog, LoggedEvent, logged_ranks
+from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.where import Position, stragglers
+from pulsetrain.report.curve import Curve
+from pulsetrain.report.marks import Mark
+from pulsetrain.report.processes import hosts_of
+from pulsetrain.runs.live_rank import LiveRank
+from pulsetrain.runs.summary import PARTS, Status, is_run, status_of
+
+__all__ = ["LiveEvent", "LiveRun", "Progress", "Where"]
+
+_NEWEST = 2000  # events that are kept
+_MATCHES = 500  # of them that are kept for a condition
+_GAPS = 200  # newest events whose distances decide whether a run is stalled
+_PART = 0.05  # seconds in which a part of a long log is read, so that not all its events are in memory at once
+_AWAIT = 2.0  # seconds after which a process without an event holds the others up
+
+Where = Callable[[LoggedEvent], object]
+
+
+class LiveEvent(NamedTuple):
+    """An event, and the rank whose log it is in."""
+
+    rank: int
+    event: LoggedEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    epoch: int
+    iteration: int
+    total_epochs: int | None
+    total_iterations: int | None
+    share: float | None  # of its length, from 0 to 1; None if that is not known
+    seconds_left: float | None  # at the mean speed since its start, validations included; None if not known
+
+
+class LiveRun:
+    """Follows a run that may not have begun yet.
+
+    `update` reads what is new in the log of each process. Memory is bounded: curves keep 2,000 points, least and
+    greatest values among them, and only the newest events are kept.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = LiveRun(Path(folder))
+    ...     writer = LogWriter(Path(folder, "events"))
+    ...     for n in range(2):
+    ...         output = {"loss": 0.5 - n}
+    ...         event = LoggedEvent(n, "trainer", "iteration_completed", iteration=n + 1, output=output, seq=n)
+    ...         writer.add(event)
+    ...         print(run.update(), run.progress.iteration, run.curves["loss, each iteration"].last)
+    True 1 (1, 0.5)
+    True 2 (2, -0.5)
+
+    Args:
+        folder: the run folder; it may not exist yet.
+        where: of the events in `matches`, the only ones.
+        clock: seconds since 1970.
+
+    Raises:
+        RunFolderError: something else is there.
+    """
+
+    def __init__(self, folder: Path, where: Where | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._where = where
+        self.ranks: dict[int, LiveRank] = {}
+        self.newest: deque[LiveEvent] = deque(maxlen=_NEWEST)
+        self.matches: deque[LiveEvent] = deque(maxlen=_MATCHES)
+        self._times: deque[int] = deque(maxlen=_GAPS)
+        self._generation = 0
+        self._damage: list[str] = []  # that the log shows without being read
+        self._judged: tuple[int, bool] | None = None  # for which generation and state that was found
+        self._status: tuple[Status, str] | None = None
+        self.is_there = False  # whether there is a log
+        if folder.exists() and not _may_become_a_run(folder):
+            raise RunFolderError(f"{folder}: is not a run folder; one has {', '.join(PARTS)}")
+
+    def update(self, seconds: float | None = None) -> bool:
+        """Read what is new; returns whether anything was.
+
+        Args:
+            seconds: return after about this time, although there is more to read; `share_read` is then below 1.
+
+        Raises:
+            RecordingError: a log has a newer format, or cannot be read.
+        """
+        before = self.status
+        self._find_ranks()
+        deadline = None if seconds is None else time.monotonic() + seconds
+        changed = False
+        while True:
+            changed |= self._read()
+            if self.share_read == 1.0 or (deadline is not None and time.monotonic() > deadline):
+                break
+        self._judge()
+        if self.status is Status.KILLED:  # nobody will complete what is open
+            left = {rank: live.log.finish() for rank, live in self.ranks.items()}
+            for rank, events in left.items():
+                self.ranks[rank].add(events)
+            self._keep(left)
+        return changed or self.status is not before
+
+    def _read(self) -> bool:
+        """Read a part of what is new; returns whether anything was."""
+        found = {rank: live.read(_PART) for rank, live in self.ranks.items()}
+        generation = sum(live.log.generation for live in self.ranks.values())
+        if generation != self._generation:
+            self._generation = generation
+            self.newest.clear()
+            self.matches.clear()
+            self._times.clear()
+        self._keep(found)
+        return any(found.values())
+
+    def _find_ranks(self) -> None:
+        events = self.folder / "events"
+        self.is_there = events.is_dir()
+        if not self.is_there:
+            return
+        for rank in logged_ranks(self.folder):
+            if rank not in self.ranks:
+                self.ranks[rank] = LiveRank(events, rank)
+        self.ranks = dict(sorted(self.ranks.items()))
+        self.is_there = any(live.log.exists for live in self.ranks.values())
+
+    def _keep(self, found: dict[int, list[LoggedEvent]]) -> None:
+        self.newest.extend(_together(found, _NEWEST))
+        self._times.extend(event.t for event in found.get(0, ())[-_GAPS:])
+        if self._where is not None:
+            where = self._where
+            matching = {rank: [event for event in events if where(event)] for rank, events in found.items()}
+            self.matches.extend(_together(matching, _MATCHES))
+
+    def _judge(self) -> None:
+        """Decide on the status, and look for damage whenever the run has ended or begun."""
+        main = self.main
+        if main is None or main.last is None:
+            self._status = None
+            return
+        if self.share_read < 1.0:  # the end may say how it ended
+            return
+        seconds = [t / 1e9 for t in self._times]
+        gap = max((b - a for a, b in pairwise(seconds)), default=0.0)
+        self._status = status_of(self.folder, main.curves.ending, main.last.t / 1e9, gap, self._clock())
+        state = (self._generation, self._status[0] in (Status.RUNNING, Status.STALLED))
+        if state != self._judged:
+            self._judged = state
+            self._damage = [
+                f"{f'rank {rank}: ' if rank else ''}{each}"
+                for rank, live in self.ranks.items()
+                if live.log.exists
+                for each in EventLog(self.folder, rank).damage
+            ]
+
+    @property
+    def has_condition(self) -> bool:
+        """Whether `matches` are selected by a condition."""
+        return self._where is not None
+
+    @property
+    def main(self) -> LiveRank | None:
+        """The process of rank 0, whose metrics are those of the run."""
+        return next(iter(self.ranks.values()), None)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.resolve().name
+
+    @property
+    def share_read(self) -> float:
+        """The part of its log that has been read, from 0 to 1."""
+        return min((live.log.share for live in self.ranks.values()), default=1.0)
+
+    @property
+    def status(self) -> Status | None:
+        """Whether it runs, or how it ended; None if there is no event, or before the whole log has been read."""
+        return None if self._status is None else self._status[0]
+
+    @property
+    def reason(self) -> str:
+        """Why it ended or stalled; "" if there is nothing to say."""
+        return "" if self._status is None else self._status[1]
+
+    @property
+    def updated(self) -> float | None:
+        """When its newest event began, seconds since 1970."""
+        times = [live.last.t for live in self.ranks.values() if live.last is not None]
+        return max(times) / 1e9 if times else None
+
+    @property
+    def damage(self) -> list[str]:
+        """The parts of its logs that cannot be read, or are missing."""
+        found = [str(each) for live in self.ranks.values() for each in live.log.damage]
+        return list(dict.fromkeys([*self._damage, *found]))
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """The curves of rank 0 by their names: see `RunCurves`."""
+        return {} if self.main is None else self.main.curves.shown()
+
+    def marks(self, row: str) -> list[tuple[int, Mark]]:
+        """What happened at an iteration, each with its rank, in order.
+
+        Args:
+            row: one of `pulsetrain.report.marks.ROWS`, such as "checkpoints" or "anomalies".
+        """
+        found = [(rank, mark) for rank, live in self.ranks.items() for mark in live.curves.marks[row]]
+        return found if len(self.ranks) < 2 else sorted(found, key=lambda each: each[1].iteration)
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is, and how long it will take."""
+        main = self.main
+        bounds = {} if main is None else main.bounds
+        epoch, iteration = (0, 0) if main is None else (main.epoch, main.iteration)
+        epochs, total = bounds.get("max_epochs"), bounds.get("total_iterations")
+        if epochs is None and total is None:
+            settings = read_run_file(self.folder).get("settings")
+            epochs = settings.get("max_epochs") if isinstance(settings, dict) else None
+        share = min(iteration / total, 1.0) if total else min(max(epoch - 1, 0) / epochs, 1.0) if epochs else None
+        left = None
+        if total and main is not None and main.started is not None and self.status is Status.RUNNING:
+            done, seconds = iteration - main.started[0], (self.updated or 0.0) - main.started[1] / 1e9
+            left = (total - iteration) * seconds / done if done > 0 and seconds > 0 else None
+        return Progress(epoch, iteration, epochs, total, share, left)
+
+    @property
+    def positions(self) -> list[Position]:
+        """Where each process of the run's last start stands."""
+        hosts = hosts_of(self.folder)
+        found = [live.position for live in self.ranks.values()]
+        return [each for each in found if hosts is None or each.rank < len(hosts)]
+
+    @property
+    def stragglers(self) -> list[Position]:
+        """The processes that the others have been waiting for; empty if they are together, or have ended."""
+        if len(self.ranks) < 2 or self.status not in (Status.RUNNING, Status.STALLED):
+            return []
+        found = self.positions
+        last = stragglers(found)
+        is_late = all(self._clock() - each.event.t / 1e9 > _AWAIT for each in last)
+        return last if is_late and len(last) < len([each for each in found if not each.ended]) else []
+
+    def filter(self, where: Where | None, seconds: float = 1.0) -> None:
+        """Change the condition of `matches`, and look for the newest matching events of the whole log.
+
+        Args:
+            where: the condition; None for no condition, and no matches.
+            seconds: to look for them.
+        """
+        self._where = where
+        self.matches.clear()
+        if where is None:
+            return
+        known = [each for each in self.newest if where(each.event)]
+        if len(known) < _MATCHES and self.is_there and self.newest:
+            until, first = time.monotonic() + seconds, min(each.event.seq for each in self.newest if not each.rank)
+            older: list[LiveEvent] = []
+            for block in _backwards(EventLog(self.folder), first):
+                older[:0] = [LiveEvent(0, event) for event in block if where(event)]
+                if len(older) + len(known) >= _MATCHES or time.monotonic() > until:
+                    break
+            known = older + known
+        self.matches.extend(known)
+
+
+def _may_become_a_run(folder: Path) -> bool:
+    """Whether it is a run folder, or one that a run has only begun to fill."""
+    return folder.is_dir() and (is_run(folder) or all(each.name[0] == "." for each in folder.iterdir()))
+
+
+def _together(found: dict[int, list[LoggedEvent]], limit: int) -> list[LiveEvent]:
+    """The newest events of all ranks, in the order of their times."""
+    events = [LiveEvent(rank, event) for rank, of_it in found.items() for event in of_it[-limit:]]
+    return events if len(found) < 2 else sorted(events, key=lambda each: each.event.t)
+
+
+def _backwards(log: EventLog, before: int) -> Iterator[list[LoggedEvent]]:
+    """The events of each block before this seq, the newest block first."""
+    for header in reversed(log.headers):
+        if header.seq[0] < before:
+            yield list(log.read(seq=(header.seq[0], min(header.seq[1], before - 1))))

@@ -1,0 +1,47 @@
+"""Which checkpoints of a run are not needed any more."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
+
+__all__ = ["Pruned", "prune", "superfluous"]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Checkpoints of a run to delete."""
+
+    run: Path
+    checkpoints: list[Path]
+    size: int  # bytes
+    keep_last: int = 1
+
+
+def superfluous(run: Path, keep_last: int, needed: Collection[str] = ()) -> Pruned:
+    """All checkpoints but the newest ones, the best one, and those that are needed.
+
+    Args:
+        run: the run folder, of a run that has ended.
+        keep_last: how many of the newest, undamaged ones are kept.
+        needed: names of checkpoints that are kept.
+    """
+    manager = CheckpointManager(run / "checkpoints", keep_last_n=keep_last)
+    found = [each for each in find_checkpoints(run / "checkpoints") if isinstance(each, Path)]
+    newest = manager.valid()[-keep_last:]
+    kept = {*(each.name for each in newest), *needed}
+    best = manager.get_best()
+    kept |= {best.name} if best is not None else set()
+    doomed = [each for each in found if each.name not in kept] if newest else []
+    size = sum(file.stat().st_size for each in doomed for file in each.rglob("*") if file.is_file())
+    return Pruned(run, doomed, size, keep_last)
+
+
+def prune(found: Pruned) -> list[Path]:
+    """Delete the checkpoints; returns those that are still there."""
+    kept = [each for each in find_checkpoints(found.run / "checkpoints") if each not in found.checkpoints]
+    CheckpointManager(found.run / "checkpoints", keep_last_n=found.keep_last).prune(kept)
+    return [each for each in found.checkpoints if each.exists()]

@@ -1,0 +1,313 @@
+"""What a run folder says of its run: how far it is, how it ended, its best metrics, its settings and its origin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.engine.errors import PulsetrainError, RunFolderError
+from pulsetrain.engine.metric_words import Mode, mode_of_words
+from pulsetrain.engine.recording.ending import ENDS, Ending, ending_of
+from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.engine.recording.log.non_finite import parse_non_finite
+from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
+from pulsetrain.engine.recording.log.records import Json, LoggedEvent, decode
+from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.handlers.run_files.owner_process import has_ended
+from pulsetrain.runs.tags import read_tags
+
+__all__ = ["PARTS", "RunSummary", "Status", "is_run", "status_of", "summarize"]
+
+PARTS = ("run.json", "config.yaml", "events")
+"""The files and folders of which a run folder has at least one."""
+_JUDGED = frozenset({"validation_completed", "rollout_completed"})
+_REPORTED = frozenset({*_JUDGED, "metrics_logged", "policy_updated"})
+_MARKS = [f'"event":"{name}"'.encode() for name in sorted(_REPORTED)]
+_PATIENCE = 20.0  # times the longest recent gap between two events, after which a run that is not ended is stalled
+_LEAST_PATIENCE = 60.0  # seconds
+_RECENT = 200  # events
+
+
+class Status(StrEnum):
+    """What is known of a run's end."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    STOPPED = "stopped"  # before its bound: by early stopping, a signal, a handler
+    FAILED = "failed"  # by an exception
+    KILLED = "killed"  # its log was not closed, and its process is not there
+    STALLED = "stalled"  # no event for much longer than between its other ones
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run, as its folder describes it."""
+
+    folder: Path
+    id: str
+    status: Status
+    reason: str  # why it stopped or failed, or what could not be read; "" if there is nothing to say
+    epoch: int
+    iteration: int
+    total_epochs: int | None
+    total_iterations: int | None
+    started: float | None  # seconds since 1970, of its first start
+    updated: float | None  # of its newest event
+    last: Mapping[str, float]  # the newest value of each metric
+    best: Mapping[str, float]  # of each metric of validations and rollouts of which is known which values are better
+    settings: Mapping[str, Json]  # "training.learning_rate" -> 0.001
+    tags: tuple[str, ...]
+    parent: Mapping[str, Json] | None  # "run", "id" and "iteration" of the run that it was forked from
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @property
+    def progress(self) -> float | None:
+        """The share of its length that it has trained, from 0 to 1; None if its length is not known."""
+        if self.total_iterations:
+            return min(self.iteration / self.total_iterations, 1.0)
+        return min(self.epoch / self.total_epochs, 1.0) if self.total_epochs else None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder has a file of a run."""
+    return any((folder / part).exists() for part in PARTS)
+
+
+def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
+    """Read what is known of a run: its description, and the end and the validations of its log.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = LogWriter(Path(folder, "events"))
+    ...     for event in ("started", "terminate"):
+    ...         payload = {"reason": "enough"} if event == "terminate" else None
+    ...         writer.add(LoggedEvent(engine="trainer", event=event, iteration=3, payload=payload, seq=0, t=10**18))
+    ...     found = summarize(Path(folder))
+    >>> found.status.value, found.reason, found.iteration
+    ('stopped', 'enough', 3)
+
+    Args:
+        folder: the run folder.
+        now: seconds since 1970.
+
+    Raises:
+        RunFolderError: it is not a run folder.
+    """
+    if not is_run(folder):
+        raise RunFolderError(f"{folder}: is not a run folder; one has {', '.join(PARTS)}")
+    described = read_run_file(folder)
+    problem = ""
+    log = None
+    if any(path.exists() for path in log_files(folder / "events")):
+        try:
+            log = EventLog(folder)
+        except (PulsetrainError, OSError, ValueError) as error:
+            problem = str(error)
+    seen = _Seen(log, _modes(described)) if log is not None else _Seen(None, {})
+    status, reason = status_of(folder, seen.ending, seen.updated, seen.gap, time.time() if now is None else now)
+    with suppress(OSError):
+        problem = problem or ("damaged log" if log is not None and log.damage else "")
+    totals = _totals(described, seen)
+    parent = described.get("parent")
+    return RunSummary(
+        folder=folder,
+        id=str(described.get("id") or ""),
+        status=status,
+        reason="; ".join(filter(None, [reason, problem])),
+        epoch=seen.epoch,
+        iteration=seen.iteration,
+        total_epochs=totals[0],
+        total_iterations=totals[1],
+        started=_created(described),
+        updated=seen.updated,
+        last=seen.last,
+        best=seen.best,
+        settings=_settings(folder, described),
+        tags=read_tags(folder),
+        parent=parent if isinstance(parent, dict) and parent.get("run") else None,
+        ranks=len(logged_ranks(folder)) if log is not None else 1,
+    )
+
+
+class _Seen:
+    """What the log of the main rank says.
+
+    Args:
+        log: the log; None if there is none that can be read.
+        modes: which values of a metric are better, as the run has decided.
+    """
+
+    def __init__(self, log: EventLog | None, modes: Mapping[str, Mode]) -> None:
+        self.epoch = self.iteration = 0
+        self.updated: float | None = None
+        self.gap = 0.0  # seconds, the longest between two recent events
+        self.last: dict[str, float] = {}
+        self.best: dict[str, float] = {}
+        self.ending: Ending | None = None
+        self.total: int | None = None  # iterations, as the run has said
+        self._modes = modes
+        if log is not None:
+            self._read(log)
+
+    def _read(self, log: EventLog) -> None:
+        main, recent = log.main_engine, _newest(log)
+        if recent:
+            self.updated = recent[-1].t / 1e9
+            times = [event.t / 1e9 for event in recent]
+            self.gap = max((b - a for a, b in pairwise(times)), default=0.0)
+        for event in reversed(recent):
+            if event.engine == main:
+                self.epoch, self.iteration = event.epoch, event.iteration
+                break
+        for event in _reported(log):
+            self._note(event, event.engine == main)
+        for event in recent:
+            if event.engine == main:
+                self._follow(event)
+
+    def _follow(self, event: LoggedEvent) -> None:
+        if event.event in ("started", "epoch_started"):
+            self.ending = None
+        elif event.event in ENDS and not (event.event == "completed" and self.ending is not None):
+            self.ending = ending_of(event)
+
+    def _note(self, event: LoggedEvent, is_main: bool) -> None:
+        payload = event.payload if isinstance(event.payload, dict) else {}
+        metrics = payload.get("metrics")
+        for name, value in metrics.items() if isinstance(metrics, dict) and is_main else ():
+            number = parse_non_finite(value)
+            if not isinstance(number, int | float) or isinstance(number, bool):
+                continue
+            self.last[name] = float(number)
+            mode = self._mode(name) if event.event in _JUDGED else None
+            if mode is not None and number == number:
+                best = self.best.get(name)
+                is_better = best is None or (number < best if mode == "min" else number > best)
+                self.best[name] = float(number) if best is None or is_better else best
+
+    def _mode(self, name: str) -> Mode | None:
+        owner = name.rpartition("/")[0]
+        known = (self._modes.get(each) for each in (name, name.replace("/", "_"), owner))
+        return next(filter(None, known), None) or mode_of_words(name)
+
+
+def _reported(log: EventLog) -> Iterator[LoggedEvent]:
+    """The events with metrics, in order: of each block, only their lines are decoded."""
+    for number, header in enumerate(log.headers):
+        counts = [each.events for each in header.engines.values()]
+        if not any(name in events for events in counts for name in _REPORTED):
+            continue
+        lines = log.lines(number)
+        if lines is not None:
+            yield from (each for each in _decoded(lines) if not (each.ord >= 0 and log.is_superseded(each.seq)))
+    yield from (each for each in log.tail if each.event in _REPORTED)
+
+
+def _decoded(lines: bytes) -> list[LoggedEvent]:
+    places: list[tuple[int, int]] = []
+    for mark in _MARKS:
+        at = lines.find(mark)
+        while at >= 0:
+            start, end = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)
+            places.append((start, end))
+            at = lines.find(mark, end)
+    try:
+        events = decode(b"\n".join(lines[start:end] for start, end in sorted(set(places))))
+    except msgspec.DecodeError:  # although the block's checksum is right
+        return []
+    return [each for each in events if each.event in _REPORTED]  # the mark may be in a text of another event
+
+
+def _newest(log: EventLog) -> list[LoggedEvent]:
+    """The newest events: those that are not sealed yet, and those of the last block."""
+    found = log.tail
+    if len(found) < _RECENT and log.headers:
+        found = [*log.block(len(log.headers) - 1), *found]
+    return found[-_RECENT:]
+
+
+def status_of(folder: Path, ending: Ending | None, updated: float | None, gap: float, now: float) -> tuple[Status, str]:
+    """The status of a run, and the reason for it; "" if there is nothing to say.
+
+    Args:
+        folder: the run folder.
+        ending: how it ended, as its log says; None if the log does not say that it has.
+        updated: time of its newest event, seconds since 1970; None if it has none.
+        gap: seconds, the longest between two of its recent events.
+        now: seconds since 1970.
+    """
+    if ending is not None:
+        return Status(ending.kind), ending.reason if ending.kind != "completed" else ""
+    owner = _owner(folder)
+    if owner is None or has_ended(owner):
+        return Status.KILLED, "" if updated is not None else "no event was recorded"
+    if updated is not None and now - updated > max(_LEAST_PATIENCE, _PATIENCE * gap):
+        return Status.STALLED, f"no event for {now - updated:.0f} s; `pulsetrain where` shows what it waits for"
+    return Status.RUNNING, ""
+
+
+def _owner(folder: Path) -> bytes | None:
+    """The file that a run in progress keeps in its folder."""
+    try:
+        return (folder / ".owner").read_bytes()
+    except OSError:
+        return None
+
+
+def _modes(described: Mapping[str, Json]) -> dict[str, Mode]:
+    modes = described.get("modes")
+    return {name: mode for name, mode in modes.items() if mode in ("min", "max")} if isinstance(modes, dict) else {}
+
+
+def _totals(described: Mapping[str, Json], seen: _Seen) -> tuple[int | None, int | None]:
+    settings = described.get("settings")
+    values = settings if isinstance(settings, dict) else {}
+    epochs, iterations = values.get("max_epochs"), values.get("max_iterations")
+    if isinstance(epochs, int):
+        return epochs, None
+    return None, iterations if isinstance(iterations, int) else None
+
+
+def _created(described: Mapping[str, Json]) -> float | None:
+    with suppress(TypeError, ValueError):
+        return datetime.fromisoformat(str(described.get("created"))).timestamp()
+    return None
+
+
+def _settings(folder: Path, described: Mapping[str, Json]) -> dict[str, Json]:
+    """Those of config.yaml, or else the training's own from run.json, by dotted names."""
+    try:
+        found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"), fast=True)
+    except (OSError, ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict):
+        found = {"training": described.get("settings") or {}}
+    found.pop("run", None)  # its folder, or a pattern for it
+    return dict(_flat(found))
+
+
+def _flat(value: Json, key: str = "") -> Iterator[tuple[str, Json]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from _flat(item, f"{key}.{number}")
+    else:
+        yield key, value if isinstance(value, str | int | float | bool | None) else msgspec.json.encode(value).decode()

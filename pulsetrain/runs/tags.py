@@ -1,0 +1,53 @@
+"""The tags of a run: words in a file of their own in its folder, which no other command reads."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+
+__all__ = ["TAGS_FILE", "change_tags", "read_tags"]
+
+TAGS_FILE = "tags.json"
+_TAG = re.compile(r"[\w.:/@=-]{1,64}")
+
+
+def read_tags(folder: Path) -> tuple[str, ...]:
+    """The tags in alphabetical order; none if the file is missing or damaged."""
+    try:
+        found = msgspec.json.decode((folder / TAGS_FILE).read_bytes(), type=list[str])
+    except (OSError, msgspec.DecodeError):
+        return ()
+    return tuple(sorted(set(found)))
+
+
+def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] = ()) -> tuple[str, ...]:
+    """Add and remove tags; returns those that the run has then.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     change_tags(Path(folder), added=["good", "paper"]), change_tags(Path(folder), removed=["good"])
+    (('good', 'paper'), ('paper',))
+
+    Raises:
+        ConfigurationError: a tag has a character that is not allowed.
+        RunFolderError: the folder cannot be written.
+    """
+    added = list(added)
+    for tag in added:
+        if _TAG.fullmatch(tag) is None:
+            rule = "needs 1 to 64 letters, digits or characters of _ . : / @ = -"
+            raise ConfigurationError(rule, "pulsetrain tag", add=tag)
+    tags = tuple(sorted({*read_tags(folder), *added} - set(removed)))
+    path, partial = folder / TAGS_FILE, folder / f".{TAGS_FILE}.{os.getpid()}"
+    try:
+        partial.write_bytes(msgspec.json.encode(list(tags)) + b"\n")
+        partial.replace(path)
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return tags

@@ -1,0 +1,79 @@
+"""Conditions on runs as text, such as 'best["val/loss"] < 2 and training.learning_rate > 1e-3'."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.log.non_finite import parse_non_finite
+from pulsetrain.engine.recording.log.predicate import Predicate, UnsupportedError, Value, predicate
+from pulsetrain.runs.summary import RunSummary, Status
+
+__all__ = ["NAMES", "run_predicate", "select_runs"]
+
+NAMES = (
+    "name", "status", "reason", "epoch", "iteration", "progress", "total_epochs", "total_iterations", "started",
+    "updated", "last", "best", "tags", "parent", "ranks", "id",
+)  # fmt: skip
+"""The names of a condition besides settings."""
+
+
+def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
+    """Compile a condition on runs, in the language of conditions on events.
+
+    >>> some = RunSummary(
+    ...     Path("runs/a"), "", Status.COMPLETED, "", 2, 20, 2, None, None, None, {}, {"val/loss": 1.5},
+    ...     {"training.learning_rate": 0.01}, ("good",), None, 1,
+    ... )
+    >>> good = run_predicate('best["val/loss"] < 2 and training.learning_rate > 1e-3 and "good" in tags', [some])
+    >>> good(some)
+    True
+
+    Args:
+        text: the condition. Its names are NAMES, and the settings of the runs by their dotted names.
+        runs: whose settings may be named.
+
+    Raises:
+        ConfigurationError: the text is not such a condition, or no run has a setting that it names.
+    """
+    settings = dict.fromkeys(name for run in runs for name in run.settings)
+
+    def read(node: ast.Name | ast.Attribute) -> Value:
+        name = ast.unparse(node)
+        if name in settings:
+            return lambda run: parse_non_finite(run.settings.get(name))
+        if name in NAMES:
+            return lambda run: _plain(getattr(run, name))
+        near = get_close_matches(name, (*settings, *NAMES), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"besides settings there are {', '.join(NAMES)}"
+        raise UnsupportedError(node, f"no run has {name!r}; {hint}")
+
+    return predicate(text, read, _NOTHING)
+
+
+def select_runs(runs: list[RunSummary], where: str | None) -> list[RunSummary]:
+    """The runs for which a condition is true; all if there is none.
+
+    Raises:
+        ConfigurationError: it is not a condition, or cannot be computed for any run.
+    """
+    if where is None:
+        return runs
+    condition = run_predicate(where, runs)
+    chosen = [each for each in runs if condition(each)]
+    if condition.failure is not None:
+        rule = f"cannot be computed for any run: {condition.failure}; correct the condition"
+        raise ConfigurationError(f"--where {where!r}: {rule}")
+    return chosen
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Status):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
+
+
+_NOTHING = RunSummary(Path(), "", Status.RUNNING, "", 0, 0, None, None, None, None, {}, {}, {}, (), None, 1)

@@ -1,0 +1,297 @@
+"""What the page asks for: runs, curves, events, differences, what-ifs. Everything is only read."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import mimetypes
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.diff.compare import diff
+from pulsetrain.engine.recording.log.predicate import predicate
+from pulsetrain.engine.recording.where import positions, stragglers
+from pulsetrain.handlers.run_files.redaction import redacted
+from pulsetrain.report.facts import compared, read_facts, settings_of
+from pulsetrain.runs.listing import columns_of, value_of
+from pulsetrain.runs.where import select_runs
+from pulsetrain.serve.changes import Changes
+from pulsetrain.serve.series import drawn
+from pulsetrain.serve.store import Series, Store, printable
+from pulsetrain.serve.whatif import early_stopping, loss_spikes
+
+__all__ = ["routes_of"]
+
+_POINTS = 60_000  # of all runs in one chart together: more than a screen shows, and drawn without delay
+_EVENTS = 200  # on one page
+_SCANNED = 200_000  # events that one request looks at
+_MOST_RUNS = 500  # in one request
+_PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp"})
+_TEXTS = frozenset({".txt", ".log", ".csv", ".yaml", ".json", ".md"})
+_MOST_TEXT = 200_000  # characters of a file
+_PRIVATE = (".env", ".netrc")
+
+Answer = Callable[[Request], Any]
+
+
+def routes_of(store: Store, changes: Changes) -> list[Route]:
+    """The routes below /api."""
+    api = _Api(store)
+
+    async def live(request: Request) -> Response:
+        async def lines() -> AsyncIterator[bytes]:
+            async for names in changes.listen():
+                if await request.is_disconnected():
+                    return
+                found = {name: _brief(store, name) for name in names}
+                yield b"data: " + _encoded({"runs": found, "reading": store.reading}) + b"\n\n"
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    answers: dict[str, Answer] = {
+        "runs": api.runs, "curves": api.curves, "names": api.names, "marks": api.marks, "events": api.events,
+        "diff": api.diff, "configurations": api.configurations, "whatif": api.whatif, "media": api.media,
+        "where": api.where,
+    }  # fmt: skip
+    routes = [Route(f"/api/{name}", _answering(answer)) for name, answer in answers.items()]
+    return [*routes, Route("/api/live", live), Route("/api/file", api.file)]
+
+
+def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that computes in a thread, and says what is wrong with a request."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            found = await asyncio.to_thread(answer, request)
+        except PulsetrainError as error:
+            return Response(_encoded({"error": str(error)}), 400, media_type="application/json")
+        except OSError as error:
+            return Response(_encoded({"error": f"cannot be read: {error}"}), 404, media_type="application/json")
+        return Response(_encoded(found), media_type="application/json")
+
+    return endpoint
+
+
+class _Api:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def runs(self, request: Request) -> dict[str, Any]:
+        """The list, selected by `where`, with the columns that `pulsetrain runs` has."""
+        every = list(self._store.runs.values())
+        where = request.query_params.get("where") or None
+        chosen = select_runs(every, where)
+        columns = columns_of(every)
+        kept = {id(each) for each in chosen}
+        listed = {str(run.folder.resolve()): name for name, run in self._store.runs.items()}
+        rows = []
+        for name, run in list(self._store.runs.items()):
+            if id(run) in kept:
+                cells = {column: value_of(run, column, self._store.root) for column in columns}
+                parent = run.parent and {**run.parent, "listed": listed.get(str(run.parent["run"]))}
+                rows.append({"id": name, **_status(run), "cells": cells, "parent": parent})
+        return {"root": str(self._store.root), "columns": columns, "runs": rows, "reading": self._store.reading}
+
+    def names(self, request: Request) -> dict[str, Any]:
+        """The names of the curves of some runs, and which runs are still being read."""
+        names, validated, pending, errors = dict[str, None](), dict[str, None](), list[str](), dict[str, str]()
+        for run, series in self._chosen(request):
+            if series is None:
+                pending.append(run)
+            elif isinstance(series, str):
+                errors[run] = series
+            else:
+                names |= dict.fromkeys(series.about.names)
+                validated |= dict.fromkeys([*series.about.validated, *series.about.rolled_out])
+        return {"names": list(names), "validated": list(validated), "pending": pending, "errors": errors}
+
+    def curves(self, request: Request) -> dict[str, Any]:
+        """The points of one curve of some runs, between two places."""
+        name, x = request.query_params.get("name", ""), request.query_params.get("x", "iteration")
+        if x not in ("iteration", "time"):
+            raise ConfigurationError(f"x={x!r}: has to be iteration or time")
+        low, high = _number(request, "low"), _number(request, "high")
+        chosen = self._chosen(request)
+        limit = max(200, min(2000, _POINTS // max(len(chosen), 1)))
+        curves = {}
+        for run, series in chosen:
+            points = series.points(name) if series is not None and not isinstance(series, str) else None
+            if points is not None:
+                at, values = drawn(points[0] if x == "iteration" else points[1], points[2], low, high, limit)
+                curves[run] = {"x": at.tolist(), "y": values.tolist(), "of": len(points[2])}
+        return {"name": name, "curves": curves, "pending": [run for run, series in chosen if series is None]}
+
+    def marks(self, request: Request) -> dict[str, Any]:
+        """What happened when, of some runs."""
+        return {
+            run: {"marks": series.about.marks, "first": series.about.first, "last": series.about.last}
+            for run, series in self._chosen(request)
+            if series is not None and not isinstance(series, str)
+        }
+
+    def events(self, request: Request) -> dict[str, Any]:
+        """A page of a run's events, by the condition language of `pulsetrain events`."""
+        asked = request.query_params
+        log = EventLog(self._store.run(asked.get("run", "")).folder, _whole(request, "rank", 0))
+        where = predicate(asked["where"]) if asked.get("where") else None
+        names = frozenset(asked["event"].split(",")) if asked.get("event") else None
+        after = _whole(request, "after", 0)
+        events, looked, following = [], 0, None
+        for event in log.read(seq=(after, None), event=names, superseded=asked.get("superseded") == "1"):
+            looked += 1
+            if where is None or where(event):
+                events.append(redacted(msgspec.to_builtins(event)))
+            if len(events) == _EVENTS or looked == _SCANNED:
+                following = event.seq + 1
+                break
+        if where is not None and where.failure is not None and not events:
+            raise ConfigurationError(f"where={asked['where']!r}: cannot be computed on any event: {where.failure}")
+        sealed = {kind for header in log.headers for each in header.engines.values() for kind in each.events}
+        kinds = sorted(sealed | {each.event for each in log.tail})
+        damage = [str(each) for each in log.damage]
+        return {"events": events, "next": following, "looked": looked, "kinds": kinds, "damage": damage}
+
+    def diff(self, request: Request) -> dict[str, Any]:
+        """The first event in which two runs differ, and how the difference grows."""
+        a, b = (EventLog(self._store.run(request.query_params.get(side, "")).folder) for side in "ab")
+        found = diff(a, b, rtol=_number(request, "rtol") or 0.0)
+        return {"report": found.report(growth=True), **found.as_dict()}
+
+    def configurations(self, request: Request) -> list[dict[str, Any]]:
+        """The settings of some runs side by side; those that differ come first."""
+        facts = [read_facts(self._store.run(run).folder) for run in _runs(request)]
+        rows = [*compared(settings_of(facts)), *compared([each.environment for each in facts])]
+        return [{"key": row.key, "values": redacted(list(row.values), row.key), "differs": row.differs} for row in rows]
+
+    def whatif(self, request: Request) -> dict[str, Any]:
+        """What a handler would have done in some runs."""
+        asked, answers = request.query_params, dict[str, Any]()
+        for run, series in self._chosen(request):
+            if series is None or isinstance(series, str):
+                answers[run] = {"error": series or "is being read"}
+            elif asked.get("handler") == "LossSpikeGuard":
+                numbers = _number(request, "threshold"), _whole(request, "window", 100), _whole(request, "patience", 10)
+                answers[run] = loss_spikes(series, asked.get("metric", "loss"), numbers[0] or 10.0, *numbers[1:])
+            else:
+                metric = asked.get("metric", "val/loss")
+                given = asked.get("mode") or read_facts(self._store.run(run).folder).mode_of(metric)
+                patience, least = _whole(request, "patience", 5), _number(request, "min_delta") or 0.0
+                answers[run] = early_stopping(series, metric, patience, least, given)
+        return answers
+
+    def media(self, request: Request) -> dict[str, Any]:
+        """Pictures and texts of a run."""
+        name = request.query_params.get("run", "")
+        folder = self._store.run(name).folder
+        files = []
+        for path in islice(sorted(folder.rglob("*")), 20_000):
+            within = path.relative_to(folder)
+            if "checkpoints" not in within.parts and _is_open(path, folder):
+                kind = "picture" if path.suffix.lower() in _PICTURES else "text"
+                files.append({"path": within.as_posix(), "kind": kind, "size": path.stat().st_size})
+        series = self._store.series(name)
+        texts = redacted(dict(series.about.texts)) if series is not None and not isinstance(series, str) else {}
+        return {"files": files, "texts": texts}
+
+    async def file(self, request: Request) -> Response:
+        """A picture or a text of a run; nothing else, and nothing outside of its folder."""
+        try:
+            folder = self._store.run(request.query_params.get("run", "")).folder
+        except PulsetrainError as error:
+            return Response(_encoded({"error": str(error)}), 404, media_type="application/json")
+        path = folder / request.query_params.get("path", "")
+        if not _is_open(path, folder):
+            return Response(_encoded({"error": "is not a picture or a text of the run"}), 404)
+        if path.suffix.lower() in _PICTURES:
+            return FileResponse(path, media_type=mimetypes.guess_type(path.name)[0])
+        text = path.read_text(encoding="utf-8", errors="replace")
+        more = f"\n... and {len(text) - _MOST_TEXT:,} more characters" if len(text) > _MOST_TEXT else ""
+        return Response(redacted(text[:_MOST_TEXT]) + more, media_type="text/plain; charset=utf-8")
+
+    def where(self, request: Request) -> list[dict[str, Any]]:
+        """Where each process of a run is; of one that hangs, the newest stack that it has recorded."""
+        found = positions(self._store.run(request.query_params.get("run", "")).folder)
+        last = stragglers(found)
+        return [
+            {
+                "rank": each.rank, "event": each.event.event, "iteration": each.event.iteration,
+                "time": each.event.t / 1e9, "activity": each.activity, "ended": each.ended,
+                "stack": [] if each.stall is None else [redacted(line) for line in each.stall.stack],
+                "waited_for": each in last,
+            }
+            for each in found
+        ]  # fmt: skip
+
+    def _chosen(self, request: Request) -> Sequence[tuple[str, Series | str | None]]:
+        return [(run, self._store.series(run)) for run in _runs(request)]
+
+
+def _runs(request: Request) -> list[str]:
+    found = list(dict.fromkeys(request.query_params.getlist("run")))
+    if len(found) > _MOST_RUNS:
+        raise ConfigurationError(f"run={len(found)} runs: at most {_MOST_RUNS} are drawn at once; select fewer")
+    return found
+
+
+def _number(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name)
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigurationError(f"{name}={text!r}: has to be a number")
+    return number
+
+
+def _whole(request: Request, name: str, default: int) -> int:
+    number = _number(request, name)
+    return default if number is None else int(number)
+
+
+def _is_open(path: Path, folder: Path) -> bool:
+    """Whether a file may be shown: a picture or a text inside of the folder, also after links are followed."""
+    if path.suffix.lower() not in _PICTURES | _TEXTS or path.name.lower().startswith(_PRIVATE):
+        return False
+    try:
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _status(run: Any) -> dict[str, Any]:
+    return {
+        "status": run.status.value, "reason": run.reason, "epoch": run.epoch, "iteration": run.iteration,
+        "progress": run.progress, "updated": run.updated, "best": run.best, "last": run.last, "tags": run.tags,
+    }  # fmt: skip
+
+
+def _brief(store: Store, name: str) -> dict[str, Any] | None:
+    run = store.runs.get(name)
+    return None if run is None else _status(run)
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(_utf8(value))  # values that are not finite become null
+
+
+def _utf8(value: Any) -> Any:
+    """Texts that UTF-8 can hold: names of folders may be any bytes."""
+    if isinstance(value, str):
+        return value if value.isascii() else printable(value)
+    if isinstance(value, dict):
+        return {_utf8(key): _utf8(item) for key, item in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], float | int):
+        return value
+    return [_utf8(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,233 @@
+"""Every point of a run's curves, so that a part of them can be drawn in detail; on disk once the run has ended."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.follower import LogFollower
+from pulsetrain.report.curve import Curve, Floats
+from pulsetrain.report.run_curves import RunCurves
+
+__all__ = ["Described", "Points", "RunSeries", "StoredSeries", "drawn"]
+
+Points: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+"""Iterations, seconds since the run's first event, and values."""
+
+_VERSION = 1
+
+
+class Described(msgspec.Struct):
+    """What a run's log says besides the points."""
+
+    version: int
+    sign: str  # of the files that it was read from
+    names: list[str]  # of the curves
+    validated: list[str]  # the curves whose values a validation has reported
+    rolled_out: list[str]
+    marks: dict[str, list[tuple[int, str, str]]]  # row of the timeline -> iteration, text and kind of each
+    texts: dict[str, tuple[int, str]]
+    first: int  # iteration
+    last: int
+    damage: list[str]
+
+
+class _Series(Curve):
+    """A curve that keeps every point.
+
+    Args:
+        seconds: the time of the event that is being read.
+    """
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        super().__init__()
+        self._at, self._seconds, self._all = array("q"), array("d"), array("d")
+        self._now = seconds
+
+    def add(self, iteration: int, value: float) -> None:
+        self._at.append(iteration)
+        self._seconds.append(self._now())
+        self._all.append(value)
+
+    @property
+    def last(self) -> tuple[int, float]:
+        return self._at[-1], self._all[-1]
+
+    def points(self, limit: int = 0) -> tuple[Floats, Floats]:  # all of them
+        return np.array(self._at, dtype=float), np.array(self._all, dtype=float)
+
+    def settle(self) -> None:
+        """Nothing is pending."""
+
+    def whole(self) -> Points:
+        """All points."""
+        return np.array(self._at), np.array(self._seconds), np.array(self._all)
+
+
+class RunSeries(RunCurves):
+    """The points of a run, read from its log as far as it is written.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        RecordingError: it holds no event log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = LogFollower(folder / "events")
+        self._begin(EventLog(folder))
+        self.update()
+
+    def _begin(self, log: EventLog) -> None:
+        super().__init__(log.main_engine if log.engines else "")
+        self._generation = self._log.generation
+        self._seconds = 0.0
+        self._begun: int | None = None
+
+    def make_curve(self) -> Curve:
+        return _Series(lambda: self._seconds)
+
+    def update(self, *, killed: bool = False) -> bool:
+        """Read what has been written since; returns whether there was anything.
+
+        Args:
+            killed: the process that has written it is gone: events that it had begun count as they are.
+        """
+        events = self._log.read()
+        if killed:
+            events += self._log.finish()
+        if events and (self._log.generation != self._generation or not self.engine):
+            self._begin(EventLog(self._folder))  # earlier events do not count any more
+        for event in events:
+            if self._begun is None:
+                self._begun = event.t
+            self._seconds = (event.t - self._begun) / 1e9
+            self.add(event)
+        return bool(events)
+
+    def points(self, name: str) -> Points | None:
+        """The points of a curve; None if the run has no such curve."""
+        curve = self.shown().get(name)
+        return curve.whole() if isinstance(curve, _Series) else None
+
+    def described(self, sign: str = "") -> Described:
+        """All but the points."""
+        return Described(
+            version=_VERSION,
+            sign=sign,
+            names=list(self.shown()),
+            validated=list(self.validated),
+            rolled_out=list(self.rolled_out),
+            marks={row: [(mark.iteration, str(mark), mark.kind) for mark in self.marks[row]] for row in self.marks},
+            texts=self.texts,
+            first=self.first_iteration or 0,
+            last=self.iteration,
+            damage=[str(each) for each in self._log.damage],
+        )
+
+
+@dataclass(frozen=True)
+class StoredSeries:
+    """The points of a run that has ended, in files that are read where they are drawn.
+
+    Args:
+        folder: theirs.
+        about: what else the run's log says.
+    """
+
+    folder: Path
+    about: Described
+
+    @classmethod
+    def open(cls, folder: Path, sign: str) -> StoredSeries | None:
+        """Those that were written for a log with this sign; None if there are none."""
+        with suppress(OSError, msgspec.MsgspecError):
+            about = msgspec.json.decode((folder / "about.json").read_bytes(), type=Described)
+            if (about.version, about.sign) == (_VERSION, sign):
+                return cls(folder, about)
+        return None
+
+    @classmethod
+    def write(cls, folder: Path, series: RunSeries, sign: str) -> StoredSeries:
+        """Write all points; a process that is killed meanwhile leaves nothing that is read."""
+        about = series.described(sign)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as made:
+            for number, name in enumerate(about.names):
+                found = series.points(name)
+                assert found is not None
+                at, seconds, values = found
+                small = at.astype(np.int32) if at.max(initial=0) < 2**31 else at
+                np.save(Path(made, f"{number}.at.npy"), small)
+                np.save(Path(made, f"{number}.seconds.npy"), seconds)
+                np.save(Path(made, f"{number}.values.npy"), values)
+            Path(made, "about.json").write_bytes(msgspec.json.encode(about))
+            shutil.rmtree(folder, ignore_errors=True)
+            Path(made).rename(folder)
+            Path(made).mkdir()  # for the context, which deletes it
+        return cls(folder, about)
+
+    def points(self, name: str) -> Points | None:
+        """The points of a curve; None if the run has no such curve, or its files are gone."""
+        if name not in self.about.names:
+            return None
+        number = self.about.names.index(name)
+        try:
+            parts = [np.load(self.folder / f"{number}.{part}.npy", "r") for part in ("at", "seconds", "values")]
+        except (OSError, ValueError):
+            return None
+        return parts[0], parts[1], parts[2]
+
+
+def drawn(
+    x: NDArray[Any], values: NDArray[Any], low: float | None, high: float | None, limit: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """At most `limit` points between two places, with the least and the greatest value of every interval.
+
+    >>> x, values = np.arange(1000), np.zeros(1000)
+    >>> values[777] = 9
+    >>> at, shown = drawn(x, values, 500, None, 20)
+    >>> len(at), int(at[shown.argmax()]), float(shown.max())
+    (20, 777, 9.0)
+
+    Args:
+        x: in ascending order.
+        values: as many.
+        low: the first place; None for the beginning. The next point outside is drawn, too.
+        high: the last one.
+        limit: at least 4.
+    """
+    first = 0 if low is None else max(int(np.searchsorted(x, low)) - 1, 0)
+    last = len(x) if high is None else min(int(np.searchsorted(x, high, "right")) + 1, len(x))
+    x, values = x[first:last], values[first:last]
+    if len(x) <= limit:
+        return np.asarray(x), np.asarray(values)
+    size = -(-len(x) // (limit // 2))
+    whole = len(x) // size * size
+    rows = np.asarray(values[:whole]).reshape(-1, size)
+    bare = np.isnan(rows).any()
+    low_at = (np.where(np.isnan(rows), np.inf, rows) if bare else rows).argmin(axis=1)
+    high_at = (np.where(np.isnan(rows), -np.inf, rows) if bare else rows).argmax(axis=1)
+    at = np.sort(np.stack([low_at, high_at], axis=1), axis=1) + np.arange(len(rows))[:, None] * size
+    picked = at.ravel()
+    if whole < len(x):
+        rest = values[whole:]
+        ends = (
+            [whole + int(np.nanargmin(rest)), whole + int(np.nanargmax(rest))] if not np.isnan(rest).all() else [whole]
+        )
+        picked = np.concatenate([picked, np.array(sorted(ends))])
+    picked = np.unique(picked)
+    return x[picked], values[picked]

@@ -1,0 +1,71 @@
+// Elements from texts that are never read as HTML, and what all views share.
+
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name in element && typeof value !== "string") element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+export async function ask(path, parameters = {}, signal = undefined) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    for (const each of Array.isArray(value) ? value : [value]) {
+      if (each !== null && each !== undefined && each !== "") query.append(name, each);
+    }
+  }
+  const response = await fetch(`/api/${path}?${query}`, { signal });
+  const found = await response.json();
+  if (!response.ok) throw new Error(found.error ?? `${response.status}`);
+  return found;
+}
+
+export function number(value, digits = 5) {
+  if (value === null || value === undefined) return "-";
+  if (typeof value !== "number") return String(value);
+  return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toString();
+}
+
+export function message(text) {
+  return make("p", { class: "message" }, text);
+}
+
+// Calls the last of many requests, once there is a pause.
+export function soon(action, pause = 150) {
+  let timer = null;
+  return (...words) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => action(...words), pause);
+  };
+}
+
+const PALETTE = ["#2563eb", "#d97706", "#059669", "#9333ea", "#0891b2", "#be185d", "#65a30d", "#78716c", "#dc2626", "#4f46e5"];
+const given = new Map();
+export function colorOf(run) {
+  if (!given.has(run)) given.set(run, PALETTE[given.size % PALETTE.length]);
+  return given.get(run);
+}
+
+export function isDark() {
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+export function plainLayout() {
+  const ink = isDark() ? "#e5e7eb" : "#1f2937";
+  const line = isDark() ? "#374151" : "#e5e7eb";
+  const axis = { gridcolor: line, linecolor: line, zeroline: false, automargin: true };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 11 },
+    margin: { t: 34, r: 12, b: 34, l: 52 }, showlegend: false, hovermode: "closest",
+    xaxis: { ...axis }, yaxis: { ...axis },
+  };
+}
+
+// A chart's texts must not be read as plotly's markup.
+export function plain(text) {
+  return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}

@@ -1,0 +1,154 @@
+// The page: the list of runs at the left, and the view that is chosen for the selected ones.
+
+import { ask, colorOf, make, message, number, soon } from "/dom.js";
+import { curves } from "/curves.js";
+import { timeline, events, lineage, processes } from "/views.js";
+import { compare, media, whatif } from "/judging.js";
+
+const VIEWS = { Curves: curves, Timeline: timeline, Events: events, Compare: compare, "What if": whatif, Media: media, Lineage: lineage, Processes: processes };
+const SHOWN = 1000; // runs in the list
+const at = (id) => document.getElementById(id);
+
+const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0 };
+
+function remembered() {
+  const found = new URLSearchParams(location.hash.slice(1));
+  if (VIEWS[found.get("view")]) page.view = found.get("view");
+  found.getAll("run").forEach((run) => page.selected.add(run));
+  at("where").value = found.get("where") ?? "";
+}
+
+function remember() {
+  const kept = new URLSearchParams([["view", page.view]]);
+  if (at("where").value) kept.append("where", at("where").value);
+  if (page.selected.size <= 50) page.selected.forEach((run) => kept.append("run", run));
+  history.replaceState(null, "", `#${kept}`);
+}
+
+async function load() {
+  try {
+    const found = await ask("runs", { where: at("where").value });
+    at("where-error").textContent = "";
+    const first = page.known.size === 0 && page.selected.size === 0;
+    page.runs = found.runs;
+    page.columns = found.columns;
+    at("root").textContent = found.root;
+    sorting();
+    if (first) page.runs.slice(-8).forEach((run) => page.selected.add(run.id));
+    page.runs.forEach((run) => page.known.add(run.id));
+    list();
+    if (first || !page.current) show();
+  } catch (error) {
+    at("where-error").textContent = error.message;
+  }
+}
+
+function sorting() {
+  const chosen = at("sort").value || "run";
+  at("sort").replaceChildren(...page.columns.map((name) => make("option", { value: name }, name)));
+  at("sort").value = page.columns.includes(chosen) ? chosen : page.columns[0];
+}
+
+function visible() {
+  const words = at("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = page.runs.filter((run) => {
+    const text = `${run.id} ${run.status} ${run.tags.join(" ")}`.toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
+  const column = at("sort").value;
+  const key = (run) => run.cells[column];
+  return found.sort((a, b) => {
+    const [one, other] = [key(a), key(b)];
+    if (one === other) return 0;
+    if (one === null || one === undefined) return 1;
+    if (other === null || other === undefined) return -1;
+    return typeof one === "number" && typeof other === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
+  });
+}
+
+function list() {
+  const runs = visible();
+  at("count").textContent = `${[...page.selected].filter((id) => page.runs.some((run) => run.id === id)).length} of ${page.runs.length}`;
+  at("all").checked = runs.length > 0 && runs.every((run) => page.selected.has(run.id));
+  at("runs").replaceChildren(...runs.slice(0, SHOWN).map(item));
+  if (runs.length > SHOWN) at("runs").append(message(`and ${runs.length - SHOWN} more: search, or write a condition`));
+  if (!page.runs.length) at("runs").append(message("No run matches. A run appears here once it has a run folder."));
+}
+
+function item(run) {
+  const best = Object.entries(run.best).slice(0, 2).map(([name, value]) => `${name} ${number(value, 4)}`).join(", ");
+  const box = make("input", { type: "checkbox", checked: page.selected.has(run.id), onchange: () => toggle(run.id, box.checked) });
+  const color = make("span", { class: "dot" });
+  color.style.background = colorOf(run.id);
+  const children = [box, color, make("span", { class: "name", title: run.id }, run.id), make("span", { class: `status ${run.status}`, title: run.reason }, run.status)];
+  if (best || run.reason) children.push(make("span", { class: "detail", title: run.reason }, best || run.reason));
+  if (run.status === "running" && run.progress !== null) {
+    const bar = make("i");
+    bar.style.width = `${100 * run.progress}%`;
+    children.push(make("span", { class: "bar" }, bar));
+  }
+  const line = make("li", {}, make("label", {}, ...children));
+  line.dataset.run = run.id;
+  return line;
+}
+
+function toggle(id, on) {
+  if (on) page.selected.add(id);
+  else page.selected.delete(id);
+  list();
+  changed();
+}
+
+const changed = soon(() => {
+  remember();
+  page.current?.select([...page.selected]);
+}, 80);
+
+function show() {
+  page.current?.close?.();
+  at("tabs").replaceChildren(
+    ...Object.keys(VIEWS).map((name) =>
+      make("button", { role: "tab", "aria-selected": String(name === page.view), onclick: () => { page.view = name; show(); } }, name)),
+  );
+  at("view").replaceChildren();
+  page.current = VIEWS[page.view](at("view"), page);
+  page.current.select([...page.selected]);
+  remember();
+}
+
+function follow() {
+  const source = new EventSource("/api/live");
+  const again = soon(load, 300);
+  source.onopen = () => { at("state").className = ""; at("state").textContent = "live"; };
+  source.onerror = () => { at("state").className = "lost"; at("state").textContent = "connection lost; trying again"; };
+  source.onmessage = ({ data }) => {
+    const { runs, reading } = JSON.parse(data);
+    at("state").className = "";
+    at("state").textContent = reading ? `reading ${reading} runs` : "live";
+    let unknown = false;
+    for (const [id, status] of Object.entries(runs)) {
+      const run = page.runs.find((each) => each.id === id);
+      if (!run || !status) unknown = true;
+      else Object.assign(run, status);
+    }
+    if (unknown) again();
+    if (Object.keys(runs).length) {
+      list();
+      page.current?.update?.(new Set(Object.keys(runs)));
+    }
+  };
+}
+
+at("search").addEventListener("input", soon(list, 60));
+at("where").addEventListener("input", soon(() => { remember(); load(); }, 350));
+at("sort").addEventListener("change", list);
+at("all").addEventListener("change", () => {
+  const on = at("all").checked;
+  visible().forEach((run) => (on ? page.selected.add(run.id) : page.selected.delete(run.id)));
+  list();
+  changed();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+remembered();
+await load();
+follow();

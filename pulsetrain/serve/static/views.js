@@ -1,0 +1,141 @@
+// What happened: a timeline, the events, forks, and where the processes of a run are.
+
+import { ask, colorOf, make, message, number, plain, plainLayout, soon } from "/dom.js";
+
+const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
+const KINDS = { completed: "circle", stopped: "square", failed: "x", fork: "diamond", best: "star" };
+
+export function runChooser(runs, chosen, onchange) {
+  const select = make("select", { "aria-label": "Run", onchange: () => onchange(select.value) }, ...runs.map((run) => make("option", { value: run }, run)));
+  select.value = runs.includes(chosen) ? chosen : runs[0] ?? "";
+  return select;
+}
+
+export function timeline(view) {
+  let runs = [];
+  const chart = make("div", { class: "chart wide" });
+  view.append(chart);
+
+  async function select(chosen) {
+    runs = chosen;
+    if (!runs.length) { view.replaceChildren(message("Select runs at the left.")); return; }
+    if (!chart.isConnected) view.replaceChildren(chart);
+    const found = await ask("marks", { run: runs });
+    const rows = Object.keys(SYMBOLS);
+    const traces = Object.entries(found).flatMap(([run, { marks }], index) =>
+      rows.filter((row) => marks[row]?.length).map((row) => ({
+        type: "scatter", mode: "markers", name: plain(run),
+        x: marks[row].map((mark) => mark[0]),
+        y: marks[row].map(() => rows.length - rows.indexOf(row) - (index + 0.5) / runs.length),
+        text: marks[row].map((mark) => `${plain(run)}: ${plain(mark[1].slice(0, 300))}`),
+        hovertemplate: "%{text}<br>iteration %{x:,}<extra></extra>",
+        marker: { symbol: marks[row].map((mark) => KINDS[mark[2]] ?? SYMBOLS[row]), color: colorOf(run), size: 8, line: { color: colorOf(run), width: 1 } },
+      })));
+    const layout = plainLayout();
+    layout.margin.l = 100;
+    layout.yaxis = { ...layout.yaxis, tickvals: rows.map((row, index) => rows.length - index - 0.5), ticktext: rows, range: [0, rows.length], showgrid: false, fixedrange: true };
+    layout.xaxis.title = { text: "iteration" };
+    chart.style.height = `${Math.min(900, 120 + rows.length * (24 + 9 * Object.keys(found).length))}px`;
+    Plotly.react(chart, traces, layout, { displayModeBar: false, responsive: true });
+  }
+
+  return { select, update: soon((changed) => runs.some((run) => changed.has(run)) && select(runs), 500) };
+}
+
+export function events(view) {
+  let runs = [], run = "", after = 0;
+  const tools = make("div", { class: "tools" });
+  const where = make("input", { class: "code", size: 44, placeholder: 'event == "validation_completed"', "aria-label": "Condition on events", spellcheck: false, oninput: soon(() => load(0), 350) });
+  const kind = make("select", { "aria-label": "Type", onchange: () => load(0) }, make("option", { value: "" }, "all types"));
+  const note = make("p", { class: "error", role: "alert" });
+  const body = make("tbody");
+  const more = make("button", { onclick: () => load(after) }, "More");
+  const head = make("thead", {}, make("tr", {}, ...["seq", "event", "engine", "epoch", "iteration", "time", "values"].map((name) => make("th", {}, name))));
+  view.append(tools, note, make("div", { class: "scroll" }, make("table", {}, head, body)), more);
+
+  async function load(from) {
+    if (!run) { body.replaceChildren(); more.hidden = true; return; }
+    try {
+      const found = await ask("events", { run, where: where.value, event: kind.value, after: from });
+      note.textContent = found.damage.join("; ");
+      const chosen = kind.value;
+      kind.replaceChildren(make("option", { value: "" }, "all types"), ...found.kinds.map((name) => make("option", { value: name }, name)));
+      kind.value = chosen;
+      const rows = found.events.map(row);
+      if (from) body.append(...rows); else body.replaceChildren(...rows);
+      after = found.next ?? 0;
+      more.hidden = found.next === null;
+      if (!body.children.length) body.append(make("tr", {}, make("td", { colSpan: 7 }, `No event matches among ${number(found.looked)}.`)));
+    } catch (error) {
+      note.textContent = error.message;
+    }
+  }
+
+  function row(event) {
+    const { seq, event: name, engine, epoch = 0, iteration = 0, t, ord, ...rest } = event;
+    for (const key of Object.keys(rest)) if (rest[key] === null || (Array.isArray(rest[key]) && !rest[key].length)) delete rest[key];
+    const text = JSON.stringify(rest);
+    const values = text.length > 160 ? make("details", {}, make("summary", { class: "code" }, `${text.slice(0, 150)} ...`), make("pre", {}, JSON.stringify(rest, null, 1))) : make("span", { class: "code" }, text === "{}" ? "" : text);
+    return make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleTimeString()].map((cell) => make("td", {}, cell)), make("td", {}, values));
+  }
+
+  return {
+    async select(chosen) {
+      runs = chosen;
+      if (!runs.includes(run)) run = runs[0] ?? "";
+      tools.replaceChildren(runChooser(runs, run, (to) => { run = to; load(0); }), kind, where);
+      await load(0);
+    },
+  };
+}
+
+export function lineage(view, page) {
+  return {
+    async select() {
+      const parents = new Map();
+      for (const run of page.runs) if (run.parent) parents.set(run.id, run.parent.listed ?? run.parent.run);
+      if (!parents.size) { view.replaceChildren(message("No listed run was forked from another. `pulsetrain fork` makes one from a checkpoint.")); return; }
+      const children = new Map();
+      parents.forEach((parent, run) => children.set(parent, [...(children.get(parent) ?? []), run]));
+      const roots = [...new Set(parents.values())].filter((parent) => !parents.has(parent));
+      const branch = (run, seen) => {
+        const found = page.runs.find((each) => each.id === run);
+        const changed = found?.parent?.changed?.join("; ");
+        const text = found?.parent ? ` at iteration ${number(found.parent.iteration)}${changed ? `: ${changed}` : ""}` : "";
+        const best = found ? Object.entries(found.best).slice(0, 2).map(([key, value]) => `${key} ${number(value, 4)}`).join(", ") : "not in this folder";
+        const below = seen.has(run) ? [] : (children.get(run) ?? []).map((each) => branch(each, new Set([...seen, run])));
+        return make("li", {}, make("strong", {}, run), text, make("span", { class: "muted" }, best ? `  ${best}` : ""), below.length ? make("ul", { class: "tree" }, ...below) : null);
+      };
+      view.replaceChildren(make("ul", { class: "tree" }, ...roots.map((run) => branch(run, new Set()))));
+    },
+  };
+}
+
+export function processes(view) {
+  let runs = [], run = "";
+  const tools = make("div", { class: "tools" });
+  const found = make("div");
+  view.append(tools, found);
+  async function load() {
+    if (!run) { found.replaceChildren(message("Select a run at the left.")); return; }
+    try {
+      const ranks = await ask("where", { run });
+      found.replaceChildren(...ranks.map((rank) => make("section", {},
+        make("h2", {}, `rank ${rank.rank}: ${rank.event} at iteration ${number(rank.iteration)}`),
+        make("p", { class: rank.waited_for && ranks.length > 1 ? "error" : "muted" }, rank.ended ? "the run has ended" : `${number((Date.now() / 1000 - rank.time), 3)} s ago, ${rank.activity}${rank.waited_for && ranks.length > 1 ? "; the others wait for it" : ""}`),
+        rank.stack.length ? make("pre", {}, rank.stack.join("\n")) : null)));
+    } catch (error) {
+      found.replaceChildren(make("p", { class: "error" }, error.message));
+    }
+  }
+  const timer = setInterval(load, 3000);
+  return {
+    async select(chosen) {
+      runs = chosen;
+      if (!runs.includes(run)) run = runs[0] ?? "";
+      tools.replaceChildren(runChooser(runs, run, (to) => { run = to; load(); }));
+      await load();
+    },
+    close() { clearInterval(timer); },
+  };
+}

@@ -1,0 +1,221 @@
+"""What the page shows: the runs below a folder, and their curves, read in the background and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Protocol
+
+from pulsetrain.engine.errors import PulsetrainError, RunFolderError
+from pulsetrain.runs.index import RunIndex, sign_of
+from pulsetrain.runs.listing import path_of
+from pulsetrain.runs.summary import RunSummary, Status
+from pulsetrain.serve.series import Described, Points, RunSeries, StoredSeries
+
+__all__ = ["Series", "Store", "printable", "series_folder"]
+
+_SERIES = Path(".pulsetrain") / "series"
+_GOING = (Status.RUNNING, Status.STALLED)
+
+
+class Series(Protocol):
+    """The curves of a run."""
+
+    @property
+    def about(self) -> Described: ...
+
+    def points(self, name: str) -> Points | None: ...
+
+
+class Store:
+    """The runs below a folder.
+
+    Curves of ended runs are read by other processes, once, and kept in `.pulsetrain/series` of the folder, which may be
+    deleted. Those of runs that are going are read here, as they are written.
+
+    Args:
+        root: a folder with runs.
+        on_change: called with the id of a run whose curves or status have changed; from another thread.
+
+    Raises:
+        RunFolderError: the folder does not exist.
+    """
+
+    def __init__(self, root: Path, on_change: Callable[[str], object] = lambda run: None) -> None:
+        self.root = root
+        self.runs: dict[str, RunSummary] = {}
+        self._index = RunIndex(root)
+        self._on_change = on_change
+        self._folder = _writable(root)
+        self._live: dict[str, _Live] = {}
+        self._reading: dict[str, Future[str]] = {}
+        self._unreadable: dict[str, tuple[str, str]] = {}  # id -> sign, and why
+        self._pool: ProcessPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch_runs, self._watch_live)]
+        self.refresh()
+
+    def start(self) -> None:
+        """Look for changes until `close`."""
+        for each in self._threads:
+            each.start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closed.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def refresh(self) -> None:
+        """Look which runs there are, and how they are."""
+        found = {printable(path_of(each.folder, self.root)): each for each in self._index.summaries()}
+        before, self.runs = self.runs, found
+        for name in found.keys() | before.keys():
+            if _shown(before.get(name)) != _shown(found.get(name)):
+                self._on_change(name)
+        with self._lock:
+            for name in [name for name in self._live if name not in found or found[name].status not in _GOING]:
+                del self._live[name]
+                self._on_change(name)
+
+    def run(self, name: str) -> RunSummary:
+        """A run by the path that it is listed with.
+
+        Raises:
+            RunFolderError: there is none.
+        """
+        try:
+            return self.runs[name]
+        except KeyError:
+            raise RunFolderError(f"{name!r} is not a run below {self.root}; it was removed, or renamed") from None
+
+    def series(self, name: str) -> Series | str | None:
+        """The run's curves; a text that says why it has none; None while they are being read."""
+        summary = self.run(name)
+        if summary.status in _GOING:
+            with self._lock:
+                live = self._live.get(name)
+                if live is None:
+                    try:
+                        live = self._live[name] = _Live(summary.folder)
+                    except (PulsetrainError, OSError) as error:
+                        return str(error)
+            return live
+        sign = sign_of(str(summary.folder))
+        if name in self._unreadable and self._unreadable[name][0] == sign:
+            return self._unreadable[name][1]
+        folder = self._folder / _key(name)
+        stored = StoredSeries.open(folder, sign)
+        if stored is None:
+            self._read(name, summary.folder, folder, sign)
+        return stored
+
+    @property
+    def reading(self) -> int:
+        """How many runs are being read."""
+        return len(self._reading)
+
+    def _read(self, name: str, run: Path, folder: Path, sign: str) -> None:
+        with self._lock:
+            if name in self._reading or self._closed.is_set():
+                return
+            if self._pool is None:
+                workers = max(1, min((os.cpu_count() or 2) - 1, 8))
+                self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+            future = self._reading[name] = self._pool.submit(_store, run, folder, sign)
+
+        def finished(done: Future[str]) -> None:
+            with self._lock:
+                self._reading.pop(name, None)
+            if not done.cancelled():
+                failed = done.exception()
+                why = str(failed) if failed is not None else done.result()
+                if why:
+                    self._unreadable[name] = (sign, why)
+                self._on_change(name)
+
+        future.add_done_callback(finished)
+
+    def _watch_runs(self) -> None:
+        pause = 1.0
+        while not self._closed.wait(pause):
+            began = time.monotonic()
+            with suppress(PulsetrainError, OSError):  # the folder may be gone for a while
+                self.refresh()
+            pause = max(1.0, 5 * (time.monotonic() - began))
+
+    def _watch_live(self) -> None:
+        while not self._closed.wait(0.25):
+            for name, live in list(self._live.items()):
+                with suppress(PulsetrainError, OSError):
+                    if live.update():
+                        self._on_change(name)
+
+
+class _Live:
+    """The curves of a run that is going."""
+
+    def __init__(self, folder: Path) -> None:
+        self._series = RunSeries(folder)
+        self._lock = threading.Lock()
+
+    @property
+    def about(self) -> Described:
+        with self._lock:
+            return self._series.described()
+
+    def points(self, name: str) -> Points | None:
+        with self._lock:
+            return self._series.points(name)
+
+    def update(self) -> bool:
+        with self._lock:
+            return self._series.update()
+
+
+def printable(text: str) -> str:
+    """A text that UTF-8 can hold: names of folders may be any bytes."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")
+
+
+def _shown(run: RunSummary | None) -> object:
+    return None if run is None else (run.status, run.iteration, run.tags)
+
+
+def _store(run: Path, folder: Path, sign: str) -> str:
+    """Read a run's log and keep its points; returns why that was not possible, or ""."""
+    try:
+        series = RunSeries(run)
+        series.update(killed=True)
+        StoredSeries.write(folder, series, sign)
+    except (PulsetrainError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def series_folder(root: Path, name: str) -> Path:
+    """Where the points of a run are kept if the root can be written."""
+    return root / _SERIES / _key(name)
+
+
+def _key(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+def _writable(root: Path) -> Path:
+    """Where points are kept: below the root, or else in a temporary folder."""
+    folder = root / _SERIES
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    return Path(tempfile.mkdtemp(prefix="pulsetrain-series-"))

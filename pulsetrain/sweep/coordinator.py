@@ -1,0 +1,281 @@
+"""Runs the trials of a sweep, each in a process of its own, until all have ended.
+
+Its whole state is the study in the storage and the run folders: killed at any moment and started again, it continues
+the trials that were running from their newest checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError, RunFolderError
+from pulsetrain.engine.file_lock import lock
+from pulsetrain.sweep.population import parent_of, place_of
+from pulsetrain.sweep.reporting import PRUNED
+from pulsetrain.sweep.results import SweepResults, Trial, results_of
+from pulsetrain.sweep.spec import STORAGE, Spec, differing, read_saved, write_saved
+from pulsetrain.sweep.study import draw, open_study, set_sampler
+from pulsetrain.sweep.trials import Job, check_settings, error_in, outcome_of, run_job, settings_of, trial_folder
+from pulsetrain.sweep.workers import has_ended, owned_by, owner_name
+
+__all__ = ["run_sweep"]
+
+SUBMISSIONS = "submit"  # the folder that `pulsetrain submit` makes in the sweep's before it starts
+MOST_DEATHS = 5  # of one trial while the sweep runs, before it counts as failed
+STOPPED = (128 + 2, 128 + 15, 128 + 10)  # statuses of a run that a signal has stopped
+UNKNOWN = 255  # of a process whose status was lost together with the process that forked it
+
+
+@dataclass
+class _Active:
+    trial: Any  # Optuna's
+    process: BaseProcess
+    deaths: int = 0
+
+
+def run_sweep(
+    spec: Spec,
+    main: Callable[[Sequence[str]], int],
+    ended: Callable[[Trial], object] = lambda trial: None,
+    worker: str | None = None,
+) -> SweepResults:
+    """Run every trial that has not ended yet; as a worker, those that no other worker runs.
+
+    Args:
+        spec: the sweep.
+        main: the command line, called in the trials' processes; it must be importable by its name.
+        ended: called with each trial that has ended.
+        worker: the name of this process among several that share out the trials; None if it is the only one.
+
+    Raises:
+        ConfigurationError: the folder belongs to a sweep with other entries, or a setting cannot be used.
+        RunFolderError: the folder holds other files, or another process runs this sweep.
+        MetricNotFoundError: the runs have no such metric; the message lists those that they have.
+    """
+    check_settings(spec)
+    folder = Path(spec.folder)
+    with _owned(folder, worker):
+        _claim(spec, folder)
+        return _Coordinator(spec, main, ended, worker).run()
+
+
+@contextmanager
+def _owned(folder: Path, worker: str | None) -> Iterator[None]:
+    """The folder, for this process alone or, as a worker, for all workers."""
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder}: is not a folder; choose another one in the entry folder")
+    if folder.is_dir() and any(each.name != SUBMISSIONS for each in folder.iterdir()) and not any(
+        (folder / name).exists() for name in ("sweep.yaml", "sweep.lock")
+    ):  # fmt: skip
+        raise RunFolderError(f"{folder}: holds other files and no sweep; choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RunFolderError(f"{folder}: cannot be written: {error.strerror}") from error
+    try:
+        if lock(descriptor, shared=worker is not None) is False:
+            raise RunFolderError(
+                f"{folder}: another process runs this sweep; wait for its end, or choose another folder"
+            )
+        with contextlib.nullcontext() if worker is None else owned_by(folder, worker):
+            yield
+    finally:
+        os.close(descriptor)
+
+
+def _claim(spec: Spec, folder: Path) -> None:
+    if (folder / "sweep.yaml").exists():
+        if spec.storage is not None:
+            os.environ[STORAGE] = spec.storage
+        changed = differing(read_saved(folder), spec)
+        if changed:
+            raise ConfigurationError(
+                f"{folder}: holds a sweep with other values of {', '.join(changed)}; of a sweep that has begun, only "
+                "trials and workers may change; choose another folder"
+            )
+    write_saved(spec)
+
+
+class _Coordinator:
+    def __init__(
+        self, spec: Spec, main: Callable[[Sequence[str]], int], ended: Callable[[Trial], object], worker: str | None
+    ) -> None:
+        self.spec, self._main, self._ended, self._worker = spec, main, ended, worker
+        self._active: dict[int, _Active] = {}  # by sentinel
+        self._owner = f"{socket.gethostname()}:{Path(spec.folder).resolve()}"
+        if worker is not None:
+            self._owner = owner_name(worker)
+        if spec.storage is not None:
+            os.environ[STORAGE] = spec.storage  # for the trials' processes
+        # before torch is imported there: several processes share the processors
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.workers)))
+        # forked from a process that has imported torch, and nothing else: no threads, no connections
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["pulsetrain.cli.train"])
+        with self._alone():  # several workers would make its tables at once
+            self.study = open_study(spec)
+
+    def run(self) -> SweepResults:
+        try:
+            waiting = self._left()
+            while True:
+                while len(self._active) < self.spec.workers and (waiting or self._start_new()):
+                    if waiting:
+                        self._start(waiting.pop(0))
+                if not self._active:
+                    waiting = self._left()  # of workers that have ended meanwhile
+                    if not waiting:
+                        break
+                    continue
+                ready = connection.wait(list(self._active))
+                for sentinel in [each for each in self._active if each in ready]:
+                    self._finish(self._active.pop(sentinel))
+        finally:
+            self._stop()
+        return results_of(Path(self.spec.folder), self.spec.directions, self._trials())
+
+    def _trials(self) -> list[Any]:
+        found: list[Any] = self.study.get_trials(deepcopy=False)
+        return found
+
+    def _left(self) -> list[Any]:
+        """The trials that a killed process has left for this one to continue."""
+        with self._alone():
+            found = [each for each in self._trials() if each.state.name == "RUNNING" and self._is_own(each)]
+            if self._worker is not None:
+                for each in found:
+                    _adopted(self.study, each).set_user_attr("owner", self._owner)
+        return found
+
+    def _is_own(self, trial: Any) -> bool:
+        owner = trial.user_attrs.get("owner")
+        if self._worker is not None:
+            return owner in (None, self._owner) or has_ended(Path(self.spec.folder), owner)
+        return self.spec.storage is None or owner == self._owner
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other worker draws a trial."""
+        if self._worker is None:
+            yield
+            return
+        descriptor = os.open(Path(self.spec.folder) / "draw.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            lock(descriptor, wait=True)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _start_new(self) -> bool:
+        """Draw a trial and start its process, if another one may be drawn now."""
+        with self._alone():
+            if not self._may_ask():
+                return False
+            self._start(None)
+        return True
+
+    def _may_ask(self) -> bool:
+        trials = self._trials()
+        if len(trials) >= self.spec.total:
+            return False
+        if self.spec.sampler != "population":
+            return True
+        first = place_of(self.spec, len(trials))[0] * self.spec.population  # the generation before has to end
+        return all(each.state.is_finished() for each in trials if each.number < first)
+
+    def _start(self, frozen: Any | None, deaths: int = 0) -> None:
+        """Start the process of a new trial, or of one that a killed process has left."""
+        trial = self.study.ask() if frozen is None else _adopted(self.study, frozen)
+        set_sampler(self.study, self.spec, trial.number)  # before values are drawn
+        if self.spec.storage is not None or self._worker is not None:
+            trial.set_user_attr("owner", self._owner)
+        params = draw(self.spec, self.study, trial)
+        job = self._job(trial.number, params)
+        process = self._context.Process(target=run_job, args=(job, self._main))
+        process.start()
+        self._active[process.sentinel] = _Active(trial, process, deaths)
+
+    def _job(self, number: int, params: dict[str, Any]) -> Job:
+        spec, folder = self.spec, trial_folder(self.spec, number)
+        until, fork, config = None, [], spec.config
+        if spec.sampler == "population":
+            until = (place_of(spec, number)[0] + 1) * int(spec.interval or 1)
+        settings = settings_of(spec, params, number, until)
+        words = [f"--{name}={text}" for name, text in settings.items()]
+        parent = parent_of(spec, number, self._trials()) if spec.sampler == "population" else None
+        if parent is not None:
+            source = trial_folder(spec, parent)
+            at = outcome_of(spec, source).iteration
+            changes = [word for word in words if not word.startswith("--training.seed=")]
+            fork = ["fork", str(source), "--at", str(at), "--into", str(folder), *changes]
+            config, words = str(folder / "config.yaml"), []
+        return Job(folder, tuple(fork), ("train", config, "--run", str(folder), "--resume", "latest", "--wait", *words))
+
+    def _finish(self, ended: _Active) -> None:
+        """Record how a trial has ended, or start its process again where something has killed it."""
+        ended.process.join()
+        code, trial = ended.process.exitcode or 0, ended.trial
+        folder = trial_folder(self.spec, trial.number)
+        was_killed = code < 0 or code in STOPPED or code == UNKNOWN
+        if was_killed and ended.deaths + 1 < MOST_DEATHS:
+            frozen = next(each for each in self._trials() if each.number == trial.number)
+            self._start(frozen, ended.deaths + 1)
+            return
+        error, pruned = "", False
+        values: tuple[float, ...] = ()
+        if was_killed:
+            error = f"its process was killed {MOST_DEATHS} times, at last with status {code}"
+        elif code in (0, 4):
+            try:
+                outcome = outcome_of(self.spec, folder)
+                values, pruned = outcome.values, outcome.reason.startswith(PRUNED)
+            except MetricNotFoundError as missing:
+                self._tell(trial, (), str(missing))
+                raise
+            except PulsetrainError as unread:
+                error = str(unread)
+            if any(math.isnan(value) for value in values):
+                error = f"{' or '.join(self.spec.metric)} is NaN"
+        else:
+            error = error_in(folder)
+        self._tell(trial, values, error, pruned)
+
+    def _tell(self, trial: Any, values: tuple[float, ...], error: str, pruned: bool = False) -> None:
+        from optuna.trial import TrialState
+
+        set_sampler(self.study, self.spec, trial.number)
+        if error:
+            trial.set_user_attr("error", error)
+            self.study.tell(trial, state=TrialState.FAIL)
+        elif pruned:
+            self.study.tell(trial, state=TrialState.PRUNED)
+        else:
+            self.study.tell(trial, list(values))
+        frozen = next(each for each in self._trials() if each.number == trial.number)
+        self._ended(results_of(Path(self.spec.folder), self.spec.directions, [frozen]).trials[0])
+
+    def _stop(self) -> None:
+        """Stop what still runs, where this process is interrupted: each run saves a checkpoint."""
+        for each in self._active.values():
+            each.process.terminate()
+        for each in self._active.values():
+            each.process.join()
+
+
+def _adopted(study: Any, frozen: Any) -> Any:
+    """A trial of the storage, to be continued."""
+    from optuna.trial import Trial as OptunaTrial
+
+    return OptunaTrial(study, frozen._trial_id)  # noqa: SLF001  # there is no public way

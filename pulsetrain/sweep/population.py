@@ -1,0 +1,77 @@
+"""Population-based training (Jaderberg et al. 2017): the worst quarter continues as forks of the best quarter.
+
+Trial `generation * size + member` trains one member for one interval. From the second generation on it is a fork of a
+trial of the generation before: its own, or for the worst quarter one of the best quarter's, with perturbed settings.
+Everything follows from the seed and the values of the generation before.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from pulsetrain.sweep.spec import Range, Spec
+
+__all__ = ["parent_of", "place_of", "values_of"]
+
+FACTORS = (0.8, 1.25)  # by which a setting is perturbed
+
+
+def place_of(spec: Spec, number: int) -> tuple[int, int]:
+    """The generation and the member of a trial."""
+    return divmod(number, spec.population)
+
+
+def parent_of(spec: Spec, number: int, trials: Sequence[Any]) -> int | None:
+    """The trial that this one is forked from; None in the first generation.
+
+    Args:
+        spec: the sweep.
+        number: of the trial.
+        trials: Optuna's; the generation before has ended.
+    """
+    generation, member = place_of(spec, number)
+    if generation == 0:
+        return None
+    first = (generation - 1) * spec.population
+    sign = 1 if spec.mode[0] == "min" else -1
+
+    def rank(each: int) -> tuple[float, int]:
+        found = next((trial for trial in trials if trial.number == each), None)
+        values = found.values if found is not None and found.state.name == "COMPLETE" else None
+        return (sign * values[0] if values and not math.isnan(values[0]) else math.inf, each)
+
+    ranked = sorted(range(first, first + spec.population), key=rank)
+    quarter = max(1, spec.population // 4)
+    own = first + member
+    failed = rank(own)[0] == math.inf
+    if own in ranked[-quarter:] or failed:
+        return random.Random(f"{spec.seed} {number} parent").choice(ranked[:quarter])
+    return own
+
+
+def values_of(spec: Spec, number: int, trials: Sequence[Any]) -> dict[str, Any]:
+    """The settings of a trial: drawn, its own of the generation before, or another member's, perturbed."""
+    draw, parent = random.Random(f"{spec.seed} {number}"), parent_of(spec, number, trials)
+    space = {name: values for name, values in spec.space.items() if isinstance(values, Range)}
+    if parent is None:
+        return {name: _drawn(values, draw) for name, values in space.items()}
+    before = next(trial for trial in trials if trial.number == parent).params
+    if parent == number - spec.population:
+        return dict(before)
+    return {name: _within(values, before[name] * draw.choice(FACTORS)) for name, values in space.items()}
+
+
+def _drawn(values: Range, draw: random.Random) -> float:
+    if values.log:
+        return _within(values, math.exp(draw.uniform(math.log(values.low), math.log(values.high))))
+    return _within(values, draw.uniform(values.low, values.high))
+
+
+def _within(values: Range, value: float) -> float:
+    value = min(max(value, values.low), values.high)
+    if values.step is not None:
+        value = values.low + round((value - values.low) / values.step) * values.step
+    return round(value) if values.whole else value

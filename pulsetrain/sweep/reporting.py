@@ -1,0 +1,86 @@
+"""Reports a trial's metric to its sweep, and ends the trial when the pruner or the interval says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.optional import load_optional
+from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.metric_values.best_value import judged_name, subscribe_judge
+from pulsetrain.sweep.spec import read_saved
+from pulsetrain.sweep.study import open_study
+
+__all__ = ["INTERVAL_ENDS", "PRUNED", "SweepTrial"]
+
+PRUNED = "pruned by the sweep"  # how the reasons begin with which this handler terminates a run
+INTERVAL_ENDS = "the interval of the population ends"
+
+
+class SweepTrial(Handler):
+    """Reports each validation's metric to the sweep, and terminates the run where its pruner says so.
+
+    `pulsetrain sweep` adds it to the configuration of each trial that may be pruned or is part of a population.
+
+    Args:
+        sweep: the sweep's folder.
+        trial: the number of the trial.
+        until: the run ends at the first validation after so many iterations, counted from the beginning of its
+            lineage; None: as its configuration says.
+
+    Raises:
+        ConfigurationError: a value out of range, or the folder is not a sweep's.
+    """
+
+    def __init__(self, sweep: str, trial: int, until: int | None = None) -> None:
+        check_whole_number("SweepTrial", "trial", trial, at_least=0)
+        self.trial, self.until = trial, until
+        self.spec = read_saved(Path(sweep))
+        self.metric = self.spec.metric[0]
+        self.reports = 0  # validations that reported the metric
+        self.reason = ""  # why the run has been ended
+        self._trial: Any = None
+
+    def attach(self, engine: Engine) -> Self:
+        """Report each validation of the engine, in phase ACT."""
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            subscribe_judge(subscribe, self._report, "SweepTrial", self.metric, engine, Phase.ACT)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
+        return self
+
+    def state_dict(self) -> dict[str, object]:
+        return {"trial": self.trial, "reports": self.reports, "reason": self.reason}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reports = int(state["reports"])
+        # a fork starts with the state of its parent, which has ended
+        self.reason = str(state["reason"]) if state["trial"] == self.trial else ""
+
+    def _on_started(self, engine: Engine) -> None:
+        if engine.state.iteration > 0 and self.reason:  # killed after the decision, before the run could end
+            engine.terminate(reason=self.reason, alike=True)
+
+    def _report(self, engine: Engine, event: Event) -> None:
+        name = judged_name("SweepTrial", self.metric, engine, event)
+        if name is None:
+            return
+        self.reports += 1
+        if self.spec.pruner != "none" and self._should_prune(float(event.payload.metrics[name])):
+            self.reason = f"{PRUNED}: {name} after {self.reports} validations, by {self.spec.pruner}"
+        elif self.until is not None and engine.state.iteration >= self.until:
+            self.reason = f"{INTERVAL_ENDS}: {self.until} iterations"
+        if self.reason:
+            engine.terminate(reason=self.reason, alike=True)
+
+    def _should_prune(self, value: float) -> bool:
+        if self._trial is None:
+            study = open_study(self.spec, create=False)
+            optuna = load_optional("SweepTrial", "optuna", "sweep")
+            found = next(each for each in study.get_trials(deepcopy=False) if each.number == self.trial)
+            self._trial = optuna.trial.Trial(study, found._trial_id)  # noqa: SLF001  # there is no public way
+        if self.reports not in self._trial.storage.get_trial(self._trial._trial_id).intermediate_values:  # noqa: SLF001
+            self._trial.report(value, self.reports)
+        return bool(self._trial.should_prune())

@@ -1,0 +1,89 @@
+"""The results of a sweep, read from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.engine.errors import RunFolderError
+
+__all__ = ["SweepResults", "Trial", "read_results"]
+
+_STATES = {
+    "RUNNING": "running",
+    "WAITING": "waiting",
+    "COMPLETE": "completed",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run of a sweep."""
+
+    number: int
+    state: str  # "running", "waiting", "completed", "pruned" or "failed"
+    params: Mapping[str, Any]  # setting -> value
+    values: Mapping[str, float]  # metric -> value; empty until the trial has ended
+    folder: Path  # the run folder, which may not exist yet
+    error: str  # why it failed; else ""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResults:
+    """The trials of a sweep, by number."""
+
+    folder: Path
+    trials: tuple[Trial, ...]
+    directions: Mapping[str, str]  # metric -> "min" or "max"
+
+    @property
+    def best(self) -> Trial | None:
+        """The completed trial with the best value of the first metric, of equal ones the first; None without one."""
+        metric, mode = next(iter(self.directions.items()))
+        ended = [each for each in self.trials if each.state == "completed" and metric in each.values]
+        sign = 1 if mode == "min" else -1
+        return min(ended, key=lambda each: (sign * each.values[metric], each.number), default=None)
+
+
+def read_results(folder: Path) -> SweepResults:
+    """Read a sweep's trials, also while it runs.
+
+    Where the storage is not the folder's own SQLite file, its URL is taken from PULSETRAIN_SWEEP_STORAGE.
+
+    Raises:
+        RunFolderError: the folder is not a sweep.
+        ConfigurationError: Optuna is not installed, or the storage cannot be read.
+    """
+    from pulsetrain.sweep.spec import read_saved
+    from pulsetrain.sweep.study import open_study
+
+    if not (folder / "sweep.yaml").is_file():
+        raise RunFolderError(f"{folder}: is not a sweep: it has no sweep.yaml; give the folder of a sweep")
+    spec = read_saved(folder)
+    return results_of(folder, spec.directions, open_study(spec, create=False).get_trials(deepcopy=False))
+
+
+def results_of(folder: Path, directions: Mapping[str, str], trials: list[Any]) -> SweepResults:
+    """The results in the form of this module.
+
+    Args:
+        folder: of the sweep.
+        directions: metric -> "min" or "max".
+        trials: Optuna's.
+    """
+    found = [
+        Trial(
+            each.number,
+            _STATES[each.state.name],
+            dict(each.params),
+            dict(zip(directions, each.values, strict=True)) if each.state.name == "COMPLETE" else {},
+            folder / "trials" / f"{each.number:04d}",
+            str(each.user_attrs.get("error", "")),
+        )
+        for each in trials
+    ]
+    return SweepResults(folder, tuple(sorted(found, key=lambda each: each.number)), dict(directions))

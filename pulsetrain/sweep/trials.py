@@ -1,0 +1,206 @@
+"""One trial of a sweep: its configuration, its process, and what its run has recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.configuration.messages import unknown
+from pulsetrain.configuration.resolve import resolve
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.file_lock import lock
+from pulsetrain.engine.metrics import canonical
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.sweep.spec import Range, Spec
+
+__all__ = ["Job", "Outcome", "check_settings", "error_in", "outcome_of", "run_job", "settings_of", "trial_folder"]
+
+HANDLER = "pulsetrain.sweep.reporting.SweepTrial"
+_HANDLERS = "handlers."
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process of a trial does."""
+
+    folder: Path  # the run folder
+    fork: tuple[str, ...]  # the words of `pulsetrain fork`, for a member of a population
+    train: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has recorded."""
+
+    values: tuple[float, ...]  # of each metric
+    reason: str  # why it was ended early; else ""
+    iteration: int  # the last one
+
+
+def trial_folder(spec: Spec, number: int) -> Path:
+    """The run folder of a trial."""
+    return Path(spec.folder) / "trials" / f"{number:04d}"
+
+
+def settings_of(
+    spec: Spec, params: Mapping[str, Any], number: int | None = None, until: int | None = None
+) -> dict[str, str]:
+    """The settings of a trial as YAML texts by their dotted names.
+
+    A name such as handlers.EarlyStopping.patience sets an argument of a handler that the configuration lists.
+
+    Args:
+        spec: the sweep.
+        params: the values.
+        number: of the trial, where the handler that reports to the sweep is added.
+        until: the iteration at which the trial ends.
+
+    Raises:
+        ConfigurationError: the configuration lists no such handler.
+    """
+    base = spec.base or {}
+    settings = {name: json.dumps(value) for name, value in params.items() if not name.startswith(_HANDLERS)}
+    if (base.get("training") or {}).get("seed") is None:
+        settings.setdefault("training.seed", str(spec.seed))
+    handlers = json.loads(json.dumps(list(base.get("handlers") or ())))
+    for name, value in params.items():
+        if name.startswith(_HANDLERS):
+            _set_argument(handlers, name, value)
+    if number is not None and (spec.pruner != "none" or until is not None):
+        arguments = {"sweep": str(Path(spec.folder).resolve()), "trial": number, "until": until}
+        handlers.append({"class_path": HANDLER, "init_args": arguments})
+    if handlers != list(base.get("handlers") or ()):
+        settings["handlers"] = json.dumps(handlers)
+    return settings
+
+
+def _set_argument(handlers: list[Any], name: str, value: object) -> None:
+    wanted, _, argument = name.removeprefix(_HANDLERS).partition(".")
+    names = [_name_of(each) for each in handlers]
+    if not argument or wanted not in names:
+        raise unknown(f"space.{name}", "handler of the configuration", wanted, names)
+    index = names.index(wanted)
+    if isinstance(handlers[index], str):
+        handlers[index] = {"class_path": handlers[index]}
+    handlers[index].setdefault("init_args", {})[argument] = value
+
+
+def _name_of(handler: Any) -> str:
+    path = handler.get("class_path") if isinstance(handler, dict) else handler
+    return str(path).rpartition(".")[2]
+
+
+def check_settings(spec: Spec) -> None:
+    """Try the values of each setting against the configuration; no model is made and no data is read.
+
+    Raises:
+        ConfigurationError: the configuration does not know a setting or takes no such value, or the run records no
+            events, from which the results are read.
+    """
+    base = spec.base or {}
+    if "EventRecorder" not in [_name_of(each) for each in base.get("handlers") or ()]:
+        raise ConfigurationError(
+            f"{spec.config}: handlers: a sweep reads results from the event log; add EventRecorder"
+        )
+    for name, values in spec.space.items():
+        for value in (values.low, values.high) if isinstance(values, Range) else values:
+            try:
+                resolve(Path(spec.config), settings_of(spec, {name: value}))
+            except ConfigurationError as error:
+                raise error.with_text(f"space.{name}: {error}") from error
+
+
+def run_job(job: Job, main: Callable[[Sequence[str]], int]) -> None:
+    """Fork and train, in a process of its own; leaves it with the status of the command.
+
+    What the command prints goes into the file beside the run folder. If the process that has started this one ends,
+    the run stops at its next safe point, with a checkpoint.
+
+    Args:
+        job: what to do.
+        main: the command line.
+    """
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    output = os.open(job.folder.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(stream), "w", buffering=1) for stream in (1, 2))
+    owner = os.open(job.folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    lock(owner, wait=True)  # until an earlier process of this trial, whose sweep was killed, has ended
+    status = 0
+    if job.fork and "parent" not in read_run_file(job.folder):
+        shutil.rmtree(job.folder, ignore_errors=True)  # what a killed process has left of the fork
+        status = main(list(job.fork))
+    if status == 0:
+        status = main(list(job.train))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(status)
+
+
+def _stop_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def outcome_of(spec: Spec, folder: Path) -> Outcome:
+    """Read what a run has recorded.
+
+    Raises:
+        MetricNotFoundError: no validation has reported the metric; the message lists those that it had.
+        RecordingError: there is no log.
+    """
+    found: dict[str, list[float]] = {name: [] for name in spec.metric}
+    seen: dict[str, object] = {}
+    reason, iteration = "", 0
+    for event in EventLog(folder).read(event={"terminate", "completed", *(each.value for each in METRIC_EVENTS)}):
+        iteration = max(iteration, event.iteration)
+        payload = event.payload if isinstance(event.payload, dict) else {}
+        reason = str(payload.get("reason") or reason) if event.event == "terminate" else reason
+        metrics = payload.get("metrics")
+        if not isinstance(metrics, dict):
+            continue
+        seen |= metrics
+        for name, values in found.items():
+            key = next((each for each in metrics if each.replace("/", "_") == name.replace("/", "_")), None)
+            if key is not None:
+                values.append(float(metrics[key]))  # the texts NaN and Infinity, too
+    for name, values in found.items():
+        if not values:
+            canonical(name, seen, place="metric")
+    chosen = [_chosen(values, mode, spec.value) for values, mode in zip(found.values(), spec.mode, strict=True)]
+    return Outcome(tuple(chosen), reason, iteration)
+
+
+def _chosen(values: Sequence[float], mode: str, which: str) -> float:
+    if which == "last":
+        return values[-1]
+    numbers = [each for each in values if each == each]  # without NaN
+    if not numbers:
+        return values[-1]
+    return min(numbers) if mode == "min" else max(numbers)
+
+
+def error_in(folder: Path) -> str:
+    """The error that the command of a trial has printed last; else what is there instead."""
+    try:
+        text = folder.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "it left no output"
+    errors = re.findall(r"^pulsetrain: error: (.*)$", text, re.MULTILINE)
+    return errors[-1] if errors else (text.strip().splitlines() or ["it left no output"])[-1]

@@ -1,0 +1,136 @@
+"""A training run that evaluates its model when it is asked to: validation, other data, predictions, logged values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pulsetrain.engine import Events
+from pulsetrain.engine.argument_checks import check_type
+from pulsetrain.engine.events.payloads import MetricsLogged
+from pulsetrain.familiar_names import missing_attribute
+from pulsetrain.training.arguments import named_loaders
+from pulsetrain.training.prediction import predict
+from pulsetrain.training.run_view import RunView
+
+__all__ = ["EvaluatedRun"]
+
+
+class EvaluatedRun(RunView):
+    """What a trainer computes with its model besides training it."""
+
+    if not TYPE_CHECKING:  # to type checkers, an unknown name is an error
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name)
+
+    def validate(self, loader: Iterable[Any] | None = None) -> dict[str, float]:
+        """One round over every validation set; fires VALIDATION_STARTED and VALIDATION_COMPLETED.
+
+        Args:
+            loader: evaluate this data instead, as "val". No event of the trainer is fired then, and nothing that
+                handlers judge changes.
+
+        Returns:
+            The metrics by their full names; those of the validation sets are in `state.metrics` from then on.
+
+        Raises:
+            ConfigurationError: the trainer has no validation set, or the data is empty.
+        """
+        return self.validator.validate() if loader is None else self._evaluate(loader, "val")
+
+    def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, float]:
+        """Evaluate data that takes no part in training, and log the metrics: METRICS_LOGGED is fired, as observed.
+
+        The loss and the metrics are those of a validation; early stopping and checkpointers do not see them.
+
+        >>> import torch
+        >>> from pulsetrain import Trainer, SupervisedStrategy, TrainingConfig
+        >>> data = [(torch.ones(4, 2), torch.ones(4, 1))]
+        >>> trainer = Trainer(
+        ...     torch.nn.Linear(2, 1), strategy=SupervisedStrategy("mse"), config=TrainingConfig(progress=False)
+        ... )
+        >>> list(trainer.test(data)), list(trainer.test({"easy": data, "hard": data}))
+        (['test/loss'], ['easy/loss', 'hard/loss'])
+
+        Args:
+            loader: gives batches as in validation; one set, named "test", or several by name.
+
+        Raises:
+            ConfigurationError: a set is empty.
+        """
+        sets = loader if isinstance(loader, Mapping) else {"test": loader}
+        metrics: dict[str, float] = {}
+        for name, each in sets.items():
+            metrics.update(self._evaluate(each, name))
+        self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics), observed=True)
+        return metrics
+
+    def predict(
+        self,
+        loader: Iterable[Any],
+        callback: Callable[[Any], object] | None = None,
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """The model's outputs for the batches of a loader, in eval mode and on the host.
+
+        >>> import torch
+        >>> from pulsetrain import Trainer, SupervisedStrategy, TrainingConfig
+        >>> trainer = Trainer(
+        ...     torch.nn.Linear(2, 1), strategy=SupervisedStrategy("mse"), config=TrainingConfig(progress=False)
+        ... )
+        >>> trainer.predict([torch.ones(4, 2), torch.ones(3, 2)]).shape
+        torch.Size([7, 1])
+
+        If the optimizer averages weights, the averaged ones predict, as in validation. Where several processes train,
+        each predicts all batches that it is given; of a sharded model, all processes have to call this.
+
+        Args:
+            loader: gives batches, as in training or without targets. Of a pair, the second is taken for targets.
+            callback: is called with the outputs of each batch instead; they are not kept.
+            inputs: batch -> what the model is called with; by default what the strategy makes of it. A tensor by itself
+                is passed as it is.
+
+        Returns:
+            The outputs of all batches, joined along the first dimension: a tensor, or a dict, list or tuple of tensors
+            if the model returns such; None with a callback. Of a `ModelOutput` of transformers, the logits.
+
+        Raises:
+            ConfigurationError: there is no batch, outputs of different shapes cannot be joined, or the model is a
+                pipeline.
+        """
+        return predict(self.evaluation, loader, callback, inputs)
+
+    def log(self, name: str, value: Any) -> None:
+        """Log a value from a step, a handler or any other code; it is also in `state.metrics` from then on.
+
+        Loggers, the recorder and the history get the mean of all values since the last report: at the next log point,
+        or, if the name begins with that of a validation set ("val/bleu"), with the next validation, where early
+        stopping and checkpointers see it. Where several processes train, it is the mean over all of them. Names that
+        the trainer reports itself keep the trainer's values. Checkpoints hold what was not reported yet.
+
+        >>> import torch
+        >>> from pulsetrain import Events, Trainer, SupervisedStrategy, TrainingConfig
+        >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 4
+        >>> config = TrainingConfig(progress=False)
+        >>> trainer = Trainer(torch.nn.Linear(2, 1), data, strategy=SupervisedStrategy("mse"), config=config)
+        >>> @trainer.on(Events.ITERATION_COMPLETED)
+        ... def count(trainer):
+        ...     trainer.log("counted", trainer.state.iteration)
+        >>> trainer.train()["counted"]
+        [2.5]
+
+        Args:
+            name: under which it is reported.
+            value: one number: a float, or a tensor of one element, which stays on its device until it is reported.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: it is not one number.
+        """
+        self.reporter.log_value(name, value)
+
+    def _evaluate(self, loader: Iterable[Any], name: str) -> dict[str, float]:
+        check_type("Trainer", "loader", loader, Iterable, "an iterable of batches, such as a DataLoader")
+        (checked,) = named_loaders({name: loader}).values()
+        return self.evaluation.run(name, checked)

@@ -1,0 +1,1 @@
+"""`pulsetrain watch`: a run in the terminal while it is trained, or as text."""

@@ -1,0 +1,108 @@
+"""The contract of the handlers that need a trainer."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pulsetrain import HuggingFaceCallbacks, LightningCallbacks, RunSummary, Trainer, TrainingConfig
+from pulsetrain.engine import Engine, EventBus, SupervisedStrategy
+from pulsetrain.testing import tiny_loader, tiny_model
+from tests.handlers.test_handler_contract import OF_TRAINERS
+from tests.support.engines import subscriptions
+
+
+class OfLightning:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None: ...
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None: ...
+
+
+def of_hugging_face() -> HuggingFaceCallbacks:
+    pytest.importorskip("transformers")
+    return HuggingFaceCallbacks([])
+
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "RunSummary": lambda: RunSummary(stream=io.StringIO()),
+    "HuggingFaceCallbacks": of_hugging_face,
+    "LightningCallbacks": lambda: LightningCallbacks([OfLightning()]),
+}
+
+
+def make_trainer() -> Trainer:
+    config = TrainingConfig(progress=False, seed=0)
+    return Trainer(tiny_model(), tiny_loader(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=config)
+
+
+def test_each_is_in_this_suite():
+    assert MAKE.keys() == OF_TRAINERS
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_attach_subscribes_and_detach_removes_every_subscription(name: str):
+    handler, trainer = MAKE[name](), make_trainer()
+    before = subscriptions(trainer.bus)
+    assert handler.attach(trainer) is handler
+    assert subscriptions(trainer.bus) != before
+    with pytest.raises(RuntimeError, match="already attached"):
+        handler.attach(trainer)
+    trainer.train()
+    handler.detach()
+    handler.detach()
+    assert subscriptions(trainer.bus) == before
+    handler.attach(trainer)
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_what_is_not_a_trainer_is_refused(name: str):
+    for other in ("trainer", EventBus(), Engine(lambda engine, batch: None)):
+        with pytest.raises(TypeError, match=f"{name}.attach.*needs a Trainer"):
+            MAKE[name]().attach(other)
+
+
+class TestRunSummary:
+    def test_the_lines_say_what_is_trained_and_what_was_reached(self):
+        stream = io.StringIO()
+        config = TrainingConfig(progress=False, seed=3, max_epochs=2, schedule="cosine", optimizer="sgd")
+        model = tiny_model()
+        next(model.parameters()).requires_grad_(False)
+        trainer = Trainer(
+            model, tiny_loader(), {"val": tiny_loader(batches=1)}, strategy=SupervisedStrategy("mse"), config=config,
+            handlers=[RunSummary(stream)],
+        )  # fmt: skip
+        trainer.train()
+        lines = stream.getvalue().splitlines()
+        assert lines[0] == "Training Sequential with 49 parameters, of which 17 are trained, on cpu in fp32, seed 3."
+        assert lines[1] == (
+            "SGD(lr=0.001, momentum=0.9, weight_decay=0), schedule cosine, 8 iterations in 2 epochs, 32 samples an "
+            "epoch, 8 samples in 'val'."
+        )
+        assert lines[2].startswith("Ended after 8 iterations (8 in ")
+        assert lines[3].startswith("val/loss ")
+        assert lines[4].startswith("Nothing was kept; handlers=[Checkpointer(")
+        assert len(lines) == 5
+
+    def test_the_best_value_is_named_where_the_last_is_not_the_best(self):
+        stream = io.StringIO()
+        trainer = Trainer(
+            tiny_model(), tiny_loader(), tiny_loader(), strategy=SupervisedStrategy("mse"),
+            config=TrainingConfig(progress=False, seed=0, max_epochs=4, learning_rate=1.0, optimizer="sgd"),
+            handlers=[RunSummary(stream)],
+        )  # fmt: skip
+        history = trainer.train()["val/loss"]
+        best = min(history)
+        assert history[-1] != best, "the test needs a run that gets worse"
+        expected = f"val/loss {history[-1]:.4g} (best {best:.4g})."
+        assert expected in stream.getvalue()
+
+    @pytest.mark.parametrize(("progress", "kinds"), [(True, ["RunSummary", "ProgressBar"]), (False, [])])
+    def test_a_trainer_has_one_by_default(self, progress: bool, kinds: list[str]):
+        trainer = Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(progress=progress))
+        names = [type(each).__name__ for each in trainer.handlers]
+        assert [name for name in names if name in ("RunSummary", "ProgressBar")] == kinds

@@ -1,0 +1,211 @@
+"""`pulsetrain bisect`: which setting, or which commit, makes a run worse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulsetrain.cli import main
+from pulsetrain.engine.recording.log.run_file import read_run_file
+from tests.support.run_folders import write_run
+
+MODEL = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+SCALE = 1.0
+
+def net(width=8):
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+def data(batch_size=8):
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    pairs = TensorDataset(inputs, SCALE * inputs.sum(1, keepdim=True))
+    return DataLoader(pairs, batch_size, shuffle=True), DataLoader(pairs, 32)
+"""
+CONFIG = """
+run: runs/{n}
+model: {class_path: toy.net, init_args: {width: 8}}
+data: {class_path: toy.data, init_args: {batch_size: 8}}
+strategy: {class_path: supervised, init_args: {loss: mse}}
+training: {max_epochs: 4, optimizer: adamw, learning_rate: 0.02, seed: 0}
+handlers: [{class_path: Checkpointer, init_args: {every: {epochs: 1}}}, EventRecorder]
+"""
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b"}
+ENVIRONMENT |= {"GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+
+
+def pulsetrain(*words: str, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pulsetrain", *words]
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "toy.py").write_text(textwrap.dedent(MODEL))
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_bad_setting_among_five_is_found_with_the_runs_that_prove_it(base: Path):
+    pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
+    changes = ["learning_rate=9.0", "weight_decay=0.01", "clip_grad_norm=5.0", "max_epochs=5"]
+    words = [f"--training.{each}" for each in changes] + ["--model.init_args.width=9"]
+    pulsetrain("train", "config.yaml", "--run", "runs/bad", *words, cwd=base)
+    done = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "16", "--format", "json", cwd=base)
+    found = json.loads(done.stdout)
+    assert found["causes"] == [["training.learning_rate"]]
+    assert (found["start"], found["until"], found["metric"]) == (0, 16, "val/loss")
+    values = {each["settings"]: each["value"] for each in found["runs"]}
+    assert values["training.learning_rate"] > 10 * values["none"]
+    for each in found["runs"]:
+        described = read_run_file(base / each["run"])
+        has_it = "max_epochs" in each["settings"] or "all" in each["settings"]
+        assert described["settings"]["max_epochs"] == (5 if has_it else 4)  # type: ignore[index, call-overload]
+    begun = time.monotonic()
+    again = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "16", "--format", "json", cwd=base)
+    assert json.loads(again.stdout) == found
+    assert time.monotonic() - begun < 30  # nothing was trained again
+    text = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "16", cwd=base).stdout
+    assert "training.learning_rate: 0.02 -> 9.0" in text
+    assert "without that, the other 4 settings give" in text
+
+
+@pytest.mark.slow
+def test_runs_of_a_fork_start_from_the_last_common_checkpoint(base: Path):
+    pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
+    words = ["--set", "training.learning_rate=9.0", "--set", "training.weight_decay=0.001"]
+    pulsetrain("fork", "runs/good", "--at", "16", "--into", "runs/bad", *words, cwd=base)
+    pulsetrain("train", "runs/bad/config.yaml", "--run", "runs/bad", "--resume", "latest", cwd=base)
+    done = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "8", "--format", "json", cwd=base)
+    found = json.loads(done.stdout)
+    assert (found["start"], found["until"], found["causes"]) == (16, 24, [["training.learning_rate"]])
+    for each in found["runs"]:
+        parent = read_run_file(base / each["run"])["parent"]
+        assert (parent["iteration"], Path(parent["run"]).name) == (16, "good")  # type: ignore[index, call-overload, arg-type]
+
+
+@pytest.mark.slow
+def test_killed_half_way_the_same_command_continues(base: Path):
+    pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
+    words = ["--training.learning_rate=9.0", "--training.weight_decay=0.001"]
+    pulsetrain("train", "config.yaml", "--run", "runs/bad", *words, cwd=base)
+    command = [sys.executable, "-m", "pulsetrain", "bisect", "runs/good", "runs/bad", "--format", "json"]
+    process = subprocess.Popen(command, cwd=base, env=ENVIRONMENT, stdout=subprocess.PIPE, start_new_session=True)
+    while not (base / "runs/bad-bisect/good.ended").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+    first = (base / "runs/bad-bisect/good.ended").stat().st_mtime_ns
+    found = json.loads(pulsetrain(*command[3:], cwd=base).stdout)
+    assert found["causes"] == [["training.learning_rate"]]
+    assert (base / "runs/bad-bisect/good.ended").stat().st_mtime_ns == first
+    answer = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "8", cwd=base, status=2)
+    assert "holds the runs of another question" in answer.stderr
+
+
+@pytest.mark.slow
+def test_the_first_bad_commit_is_found(base: Path):
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=base, env=ENVIRONMENT, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    (base / ".gitignore").write_text("runs\n__pycache__\n")
+    commits = []
+    for number in range(6):
+        text = textwrap.dedent(MODEL).replace("SCALE = 1.0", f"SCALE = {100.0 if number >= 3 else 1.0}  # {number}")
+        (base / "toy.py").write_text(text)
+        git("add", "-A")
+        git("commit", "-q", "-m", f"change {number}")
+        commits.append(git("rev-parse", "HEAD"))
+        if number in (0, 5):
+            pulsetrain("train", "config.yaml", "--run", f"runs/{number}", cwd=base)
+    (base / "toy.py").write_text("my own work")
+    done = pulsetrain("bisect", "runs/0", "runs/5", "--git", "--iterations", "8", cwd=base)
+    assert f"the first commit with a worse val/loss:\n  {commits[3][:12]} change 3" in done.stdout
+    assert (base / "toy.py").read_text() == "my own work"
+    assert git("worktree", "list").count("\n") == 0
+    assert git("status", "--porcelain") == "M toy.py"
+    answer = pulsetrain("bisect", "runs/0", "runs/0", "--git", cwd=base, status=2)
+    assert "leave --git out" in answer.stderr
+
+
+@pytest.mark.slow
+def test_short_runs_that_show_no_difference_end_the_search(base: Path):
+    pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
+    pulsetrain("train", "config.yaml", "--run", "runs/bad", "--training.learning_rate=9.0", cwd=base)
+    answer = pulsetrain("bisect", "runs/bad", "runs/good", "--iterations", "8", cwd=base, status=2)
+    assert "the short runs show no difference" in answer.stderr
+    assert "--iterations" in answer.stderr
+
+
+@pytest.mark.slow
+def test_settings_that_fail_are_named_and_do_not_count(base: Path):
+    """One of a pair of arguments that fit only each other fails; the bad rate is found all the same."""
+    toy = (base / "toy.py").read_text()
+    check = "def data(batch_size=8, drop=2):\n    assert drop * 4 == batch_size, 'drop does not fit'\n"
+    (base / "toy.py").write_text(toy.replace("def data(batch_size=8):\n", check))
+    config = CONFIG.replace("{batch_size: 8}", "{batch_size: 8, drop: 2}")
+    (base / "config.yaml").write_text(config)
+    pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
+    words = ["--data.init_args.batch_size=16", "--data.init_args.drop=4", "--training.learning_rate=9.0"]
+    pulsetrain("train", "config.yaml", "--run", "runs/bad", *words, cwd=base)
+    done = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "12", cwd=base)
+    assert "training.learning_rate: 0.02 -> 9.0" in done.stdout
+    assert "failed, which may hide a cause" in done.stdout
+    assert "drop does not fit" in done.stdout
+
+
+def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["bisect", *words]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", [1.0, 0.5], rate=0.1)
+    write_run(tmp_path / "b", [1.0, 0.6], rate=0.1)
+    write_run(tmp_path / "c", [1.0, 0.9], rate=0.2)
+    bare = write_run(tmp_path / "bare", [1.0])
+    (bare / "config.yaml").unlink()
+    assert "nowhere: is not a run folder" in wrong(capsys, "nowhere", "a")
+    assert "bare: has no config.yaml" in wrong(capsys, "a", "bare")
+    assert "have the same settings; --git compares" in wrong(capsys, "a", "b")
+    assert "--metric val/none: is not a metric of both runs; these are: val/loss" in wrong(
+        capsys, "a", "c", "--metric", "val/none"
+    )
+    assert "whether it should fall or rise is not known" in wrong(capsys, "a", "c", "--metric", "val/other")
+    assert "iterations=0" in wrong(capsys, "a", "c", "--iterations", "0")
+    assert "not a git repository" in wrong(capsys, "a", "c", "--git", "--into", "by-git")
+    assert not (tmp_path / "by-git").exists()
+    (tmp_path / "into").mkdir()
+    (tmp_path / "into" / "mine.txt").write_text("precious")
+    assert "into: is not empty" in wrong(capsys, "a", "c", "--into", "into")
+    assert (tmp_path / "into" / "mine.txt").read_text() == "precious"
+
+
+def test_a_control_that_cannot_be_trained_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[Any]):
+    for name, rate in (("a", 0.1), ("c", 0.2)):
+        write_run(tmp_path / name, [1.0, rate], rate=rate)
+    said = wrong(capsys, str(tmp_path / "a"), str(tmp_path / "c"))
+    assert "a control failed" in said

@@ -1,0 +1,149 @@
+"""`pulsetrain runs`, `tag` and `prune`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from pulsetrain.cli import main
+from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
+from tests.support.run_folders import write_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "runs"
+    write_run(root / "a", [1.0, 0.5], rate=0.1)
+    write_run(root / "b", [2.0, 0.25], "terminate", reason="early stopping: enough", rate=0.01)
+    parent = {"run": str((root / "a").resolve()), "id": "a", "iteration": 5, "checkpoint": "000000005-x"}
+    write_run(root / "more" / "c", [3.0], "exception_raised", reason="bad", rate=0.1, parent=parent)
+    return root
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main(["runs", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_table_has_progress_best_metrics_and_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]):
+    head, *rows = listed(capsys)
+    assert head.split() == [
+        "run", "status", "progress", "val/loss", "val/accuracy", "training.learning_rate", "from", "updated"
+    ]  # fmt: skip
+    assert [row.split()[:2] for row in rows] == [["a", "completed"], ["b", "stopped"], ["more/c", "failed"]]
+    assert "epoch 2/4 (50%)" in rows[0]
+    assert " 0.25 " in rows[1]
+    assert "a at 5" in rows[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--where", 'best["val/loss"] < 0.4'], ["b"]),
+        (["--where", "training.learning_rate > 0.05 and epoch == 2"], ["a"]),
+        (["--where", 'status == "failed" or name == "a"'], ["a", "more/c"]),
+        (["--status", "stopped,failed"], ["b", "more/c"]),
+        (["--sort", "val/loss"], ["b", "a", "more/c"]),
+        (["--sort", "val/loss", "--reverse", "--limit", "2"], ["more/c", "a"]),
+    ],
+)
+def test_runs_are_selected_and_sorted(
+    words: list[str], expected: list[str], runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert [row.split()[0] for row in listed(capsys, *words)[1:]] == expected
+
+
+def test_tags_are_added_shown_selected_by_and_removed(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["tag", str(runs / "a"), str(runs / "b"), "--add", "paper", "--add", "lr=3e-4"]) == 0
+    assert main(["tag", str(runs / "b"), "--remove", "paper"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("b: lr=3e-4")
+    assert [row.split()[0] for row in listed(capsys, "--tag", "paper")[1:]] == ["a"]
+    assert main(["tag", str(runs), "--add", "x"]) == 2
+    assert main(["tag", str(runs / "a"), "--add", "two words"]) == 2
+    error = capsys.readouterr().err
+    assert "is not a run folder" in error
+    assert "tag(add='two words'): needs 1 to 64 letters" in error
+
+
+def test_json_and_csv(runs: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [json.loads(line) for line in listed(capsys, "--format", "json", "--columns", "run,val/loss,parent,from")]
+    assert rows[1] == {"run": "b", "val/loss": 0.25, "parent": None, "from": ""}
+    write_run(runs / "=1+1", [1.0])
+    found = list(csv.reader(io.StringIO("\n".join(listed(capsys, "--format", "csv", "--columns", "run,status")))))
+    assert found[:2] == [["run", "status"], ["'=1+1", "completed"]]
+
+
+def test_hostile_names_do_not_move_the_cursor(runs: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(runs / "evil\x1b[2J\nname", [1.0])
+    lines = listed(capsys)
+    assert len(lines) == 5
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--where", "training.learning_rat > 1"],
+            "no run has 'training.learning_rat'; did you mean training.learning_rate?",
+        ),
+        (["--where", "__import__('os')"], "not supported; a condition may use"),
+        (["--sort", "val/los"], "did you mean 'val/loss'?"),
+        (["--columns", "run,nonsense"], "column='nonsense'): unknown"),
+        (["--status", "runing"], "did you mean 'running'?"),
+        (["missing"], "missing: does not exist; name a folder that holds runs"),
+    ],
+)
+def test_wrong_input_is_answered_with_the_remedy(
+    words: list[str], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["runs", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "holds no runs" in capsys.readouterr().err
+
+
+def checkpoints(run: Path) -> list[int]:
+    return [int(each.name.split("-")[0]) for each in find_checkpoints(run / "checkpoints")]
+
+
+def test_prune_shows_first_and_keeps_the_newest_the_best_and_what_forks_were_made_from(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("a", "b"):
+        manager = CheckpointManager(runs / name / "checkpoints", keep_last_n=100)
+        for step in (5, 10, 15, 20, 25):
+            manager.save({"step": step}, "x", is_best=step == 10, step=step)
+    (runs / "b" / ".owner").write_text('{"pid": 1, "processes": ""}')
+    assert main(["prune", str(runs)]) == 0
+    output = capsys.readouterr().out
+    assert "nothing was deleted: add --yes" in output
+    assert checkpoints(runs / "a") == [5, 10, 15, 20, 25]
+    assert main(["prune", str(runs), "--yes", "--where", 'name == "a"']) == 0
+    assert "deleted 2 checkpoints" in capsys.readouterr().out
+    assert checkpoints(runs / "a") == [5, 10, 25]
+    assert checkpoints(runs / "b") == [5, 10, 15, 20, 25]
+    assert main(["prune", str(runs), "--yes", "--keep-last", "0"]) == 2
+
+
+def test_prune_leaves_out_recent_runs_and_runs_in_progress(runs: Path, capsys: pytest.CaptureFixture[str]):
+    going = write_run(runs / "going", [1.0], None, closed=False)
+    (going / ".owner").write_text('{"pid": 1, "processes": ""}')  # of another host, as far as is known
+    for run in (going, runs / "a"):
+        manager = CheckpointManager(run / "checkpoints", keep_last_n=100)
+        for step in (1, 2):
+            manager.save({}, "x", step=step)
+    age = (time.time() - 1_790_000_000) / 86400
+    assert main(["prune", str(runs), "--yes", "--older-than", str(age + 1)]) == 0
+    assert checkpoints(runs / "a") == [1, 2]
+    assert main(["prune", str(runs), "--yes", "--older-than", str(age - 1)]) == 0
+    assert (checkpoints(runs / "a"), checkpoints(going)) == ([2], [1, 2])

@@ -1,0 +1,140 @@
+"""`pulsetrain sweep`, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pulsetrain.cli import main
+from pulsetrain.engine.file_lock import lock
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.sweep.results import read_results
+from tests.faults.sweeps import CONFIG, MODEL, ROOT, run
+
+Streams = pytest.CaptureFixture[str]
+GRID = (
+    "config: base.yaml\nfolder: out\nsampler: grid\nmetric: val/loss\nspace: {training.learning_rate: [1e-3, 1e-2]}\n"
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    (tmp_path / "s.yaml").write_text(GRID)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pulsetrain(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "pulsetrain", *words], env=environment, capture_output=True, text=True)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    events = EventLog(folder).read(event="validation_completed")
+    return {event.iteration: event.payload["metrics"]["val/loss"] for event in events}  # type: ignore[index, call-overload]
+
+
+def test_a_folder_that_is_not_a_sweep_is_refused(base: Path, capsys: Streams) -> None:
+    assert main(["sweep", str(base), "--status"]) == 2
+    assert "is not a sweep" in capsys.readouterr().err
+
+
+def test_a_folder_with_other_files_is_refused(base: Path, capsys: Streams) -> None:
+    (base / "out").mkdir()
+    (base / "out" / "thesis.txt").write_text("precious")
+    assert main(["sweep", "s.yaml"]) == 2
+    assert "holds other files and no sweep" in capsys.readouterr().err
+    assert [each.name for each in (base / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_a_second_sweep_on_the_same_folder_is_refused(base: Path, capsys: Streams) -> None:
+    (base / "out").mkdir()
+    descriptor = os.open(base / "out" / "sweep.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        assert lock(descriptor)
+        assert main(["sweep", "s.yaml"]) == 2
+    finally:
+        os.close(descriptor)
+    assert "another process runs this sweep" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sweep_prints_its_trials_and_writes_the_best_configuration(base: Path) -> None:
+    (base / "s.yaml").write_text(GRID)
+    done = pulsetrain("sweep", "s.yaml")
+    assert done.returncode == 0, done.stderr
+    results = read_results(Path("out"))
+    assert [(each.number, each.state) for each in results.trials] == [(0, "completed"), (1, "completed")]
+    assert results.best is not None
+    assert results.best.values["val/loss"] == min(losses(results.best.folder).values())
+    page = Path("out/sweep.html").read_text()
+    assert "History of val/loss" in page
+    assert "<script src=" not in page
+    before = {each.folder: (each.folder / "run.json").read_bytes() for each in results.trials}
+    again = pulsetrain("sweep", "s.yaml")  # nothing is left to do
+    assert again.returncode == 0
+    assert again.stdout == done.stdout
+    assert {folder: (folder / "run.json").read_bytes() for folder in before} == before
+    trained = pulsetrain("train", "out/best.yaml", "--run", "best")
+    assert trained.returncode == 0, trained.stderr
+    assert losses(Path("best")) == losses(results.best.folder)
+    (base / "s.yaml").write_text(GRID + "seed: 5\n")
+    refused = pulsetrain("sweep", "s.yaml")
+    assert refused.returncode == 2
+    assert "other values of seed" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_metric_that_the_runs_lack_ends_the_sweep_and_names_theirs(base: Path) -> None:
+    (base / "s.yaml").write_text(GRID.replace("val/loss", "val/accuracy"))
+    done = pulsetrain("sweep", "s.yaml")
+    assert done.returncode == 2
+    assert "val/accuracy" in done.stderr
+    assert "val/loss" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_member_of_a_population_continues_exactly(base: Path) -> None:
+    space = "space: {training.learning_rate: {low: 1e-4, high: 1e-2, log: true}}\n"
+    population = "sampler: population\npopulation: 4\ngenerations: 2\ninterval: 10\n"
+    (base / "s.yaml").write_text(f"config: base.yaml\nfolder: out\nmetric: val/loss\n{space}{population}")
+    done = pulsetrain("sweep", "s.yaml")
+    assert done.returncode == 0, done.stderr
+    trials = {each.number: each for each in read_results(Path("out")).trials}
+    assert len(trials) == 8
+    parents = {number: Path(read_run_file(trials[number].folder)["parent"]["run"]).name for number in range(4, 8)}  # type: ignore[index, call-overload, arg-type]
+    kept = [number for number in range(4, 8) if parents[number] == f"{number - 4:04d}"]
+    assert len(kept) == 3  # of four, the worst is replaced
+    rate = json.dumps(trials[kept[0]].params["training.learning_rate"])
+    straight = pulsetrain("train", "base.yaml", "--run", "straight", f"--training.learning_rate={rate}")
+    assert straight.returncode == 0, straight.stderr
+    assert losses(trials[kept[0]].folder)[20] == losses(Path("straight"))[20]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> None:
+    done = run(trials=8, kills=3, seed=1, folder=tmp_path)
+    assert sum(done["kills"].values()) >= 2  # the last may come after the end
+    assert done["trials"] == 8
+    assert done["differences"] == []
+
+
+@pytest.mark.slow
+def test_the_example_finds_a_better_learning_rate(base: Path) -> None:
+    done = pulsetrain("sweep", str(ROOT / "examples" / "sweep.yaml"), "--trials", "3", "--folder", "out")
+    assert done.returncode == 0, done.stderr
+    trained = pulsetrain("train", str(ROOT / "examples" / "sweep_digits.yaml"), "--run", "before")
+    assert trained.returncode == 0
+    events = EventLog("before").read(event="validation_completed")
+    before = max(event.payload["metrics"]["val/accuracy"] for event in events)  # type: ignore[index, call-overload]
+    best = read_results(Path("out")).best
+    assert best is not None
+    assert best.values["val/accuracy"] > before

@@ -1,0 +1,182 @@
+"""A run as one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pulsetrain.cli import main
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.runs.archive import is_archive, unpacked, write_archive
+from tests.support.run_folders import write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = write_run(tmp_path / "runs" / "a", [1.0, 0.5])
+    manager = CheckpointManager(folder / "checkpoints")
+    for step in (5, 10, 15):
+        manager.save({"step": step}, step=step, is_best=step == 10)
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(folder)): each.read_bytes() for each in sorted(folder.rglob("*")) if each.is_file()}
+
+
+def test_an_unpacked_run_has_the_same_bytes(run: Path, tmp_path: Path):
+    made = write_archive(run, tmp_path / "a.run.zip", checkpoints="all")
+    again = unpacked(made.path)
+    assert again.name == "a"
+    assert content(again) == content(run)
+    assert made.files == len(content(run))
+    assert (made.left_out, made.redacted) == ([], [])
+
+
+@pytest.mark.parametrize(("kept", "steps"), [("none", []), ("best", [10]), ("latest", [15]), ("all", [5, 10, 15])])
+def test_checkpoints_are_chosen(kept: str, steps: list[int], run: Path, tmp_path: Path):
+    made = write_archive(run, tmp_path / "a.run.zip", checkpoints=kept)  # type: ignore[arg-type]
+    manager = CheckpointManager(unpacked(made.path) / "checkpoints")
+    assert [manager.load(each)["step"] for each in manager.valid()] == steps
+
+
+def test_the_same_run_gives_the_same_file(run: Path, tmp_path: Path):
+    a, b = (write_archive(run, tmp_path / name).path for name in ("1.zip", "2.zip"))
+    assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.parametrize("words", [["events"], ["report", "--into", "a.html"], ["export", "--format", "json"]])
+def test_commands_read_an_archive_like_its_folder(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["archive", "runs/a"]) == 0
+    assert capsys.readouterr().out.startswith("a.run.zip: ")
+    if words[0] == "export":
+        words = ["export", "--format", "csv", "--into"]
+        assert (
+            main([words[0], "runs/a", *words[1:], "1.csv"]) == main([words[0], "a.run.zip", *words[1:], "2.csv"]) == 0
+        )
+        assert Path("1.csv").read_bytes() == Path("2.csv").read_bytes()
+        return
+    assert main([words[0], "runs/a", *words[1:]]) == 0
+    expected = capsys.readouterr().out
+    extra = ["--force"] if words[0] == "report" else []
+    assert main([words[0], "a.run.zip", *words[1:], *extra]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_a_run_equals_its_archive(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["archive", "runs/a"]) == 0
+    assert main(["diff", "runs/a", "a.run.zip"]) == 0
+    write_run(Path("runs/b"), [1.0, 0.25])
+    assert main(["diff", "runs/b", "a.run.zip"]) == 1
+
+
+def test_unpack_makes_a_run_folder(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["archive", "runs/a", "--checkpoints", "all"]) == 0
+    Path("other").mkdir()
+    assert main(["archive", "--unpack", "a.run.zip", "--into", "other"]) == 0
+    assert content(Path("other/a")) == content(run)
+    assert main(["archive", "--unpack", "a.run.zip", "--into", "other"]) == 2
+    assert "other/a: already exists" in capsys.readouterr().err
+
+
+def test_credentials_links_and_owners_stay_outside(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    secret = "hf_" + "aB3" * 10
+    (run / "notes.txt").write_text(f"used {secret} for it\n")
+    (run / "config.yaml").write_text(f"data:\n  api_key: {secret}\ntraining:\n  max_epochs: 4\n")
+    (run / ".env").write_text(f"TOKEN={secret}\n")
+    (run / "id_rsa").write_text("private")
+    os.symlink("/etc/hostname", run / "host")
+    os.symlink("/etc", run / "etc")
+    assert main(["archive", "runs/a"]) == 0
+    said = capsys.readouterr().err
+    for each in (
+        ".env: credentials",
+        "id_rsa: credentials",
+        "host: a link",
+        "etc: a link",
+        "notes.txt: credentials were",
+    ):
+        assert each in said
+    with zipfile.ZipFile("a.run.zip") as file:
+        assert all(secret.encode() not in file.read(name) for name in file.namelist())
+        assert not {Path(name).name for name in file.namelist()} & {".env", "id_rsa", "host", "hostname"}
+    assert "max_epochs: 4" in (unpacked(Path("a.run.zip")) / "config.yaml").read_text()
+
+
+def test_a_log_with_a_credential_is_not_archived(tmp_path: Path):
+    secret = "hf_" + "aB3" * 10
+    run = write_run(tmp_path / "a", [1.0], "terminate", reason=f"no access with {secret}")
+    with pytest.raises(
+        RunFolderError, match=r"event \d+ \(terminate\) of rank 0 has a text that is a credential"
+    ) as said:
+        write_archive(run, tmp_path / "a.zip")
+    assert secret not in str(said.value)
+    assert not (tmp_path / "a.zip").exists()
+
+
+def test_a_run_that_trains_is_not_archived(tmp_path: Path):
+    run = write_run(tmp_path / "a", [1.0], None, closed=False)
+    (run / ".owner").write_text(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}))
+    from pulsetrain.runs.summary import summarize
+
+    if summarize(run).status.value in ("running", "stalled"):
+        with pytest.raises(RunFolderError, match="stop it, or archive it when it has ended"):
+            write_archive(run, tmp_path / "a.zip")
+    else:
+        pytest.fail("the run should look as if it trained")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda data: data[:-200], "is not a run's archive, or is damaged"),
+        (lambda data: data.replace(b"max_epochs", b"MAX_epochs"), "damaged"),
+        (lambda data: b"text", "is not a run's archive, or is damaged"),
+    ],
+)
+def test_a_damaged_archive_is_refused(harm, message: str, run: Path, tmp_path: Path):
+    path = write_archive(run, tmp_path / "a.zip").path
+    stored = tmp_path / "stored.zip"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(stored, "w") as target:  # so that texts can be found
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    stored.write_bytes(harm(stored.read_bytes()))
+    with pytest.raises(RunFolderError, match=message):
+        unpacked(stored)
+
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil"])
+def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path):
+    path = tmp_path / "a.zip"
+    files = {name: {"size": 4, "sha256": "0"}}
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("pulsetrain-archive.json", json.dumps({"format": 1, "run": "a", "id": "", "files": files}))
+        file.writestr(f"a/{name}", "evil")
+    assert is_archive(path)
+    with pytest.raises(RunFolderError, match="not a name of a file in a run folder"):
+        unpacked(path)
+
+
+def test_a_newer_format_is_named(tmp_path: Path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("pulsetrain-archive.json", json.dumps({"format": 2, "run": "a", "id": "", "files": {}}))
+    with pytest.raises(RunFolderError, match="format 2; this version reads 1; update"):
+        unpacked(path)
+
+
+def test_existing_archives_are_kept(run: Path, capsys: pytest.CaptureFixture[str]):
+    Path("a.run.zip").write_text("precious")
+    assert main(["archive", "runs/a"]) == 2
+    assert Path("a.run.zip").read_text() == "precious"
+    assert "use --force" in capsys.readouterr().err
+    assert main(["archive", "runs/a", "--force"]) == 0
+    assert main(["archive", "runs/a", "--into", "nowhere"]) == 2
+    assert main(["archive", "nothing"]) == 2
+    assert "nothing: is not a run folder" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""The runs below a folder: which are found, and which are read again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.runs import index as index_module
+from pulsetrain.runs.index import INDEX, RunIndex
+from pulsetrain.runs.summary import RunSummary, summarize
+from pulsetrain.runs.tags import change_tags
+from tests.support.run_folders import write_run
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs that are read."""
+    names: list[str] = []
+
+    def noting(folder: Path) -> RunSummary:
+        names.append(folder.name)
+        return summarize(folder)
+
+    monkeypatch.setattr(index_module, "summarize", noting)
+    return names
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_run(tmp_path / "a", [1.0])
+    write_run(tmp_path / "deep" / "er" / "b", [0.5])
+    (tmp_path / "deep" / "notes").mkdir()
+    (tmp_path / "a" / "checkpoints" / "000000001-x").mkdir(parents=True)
+    return tmp_path
+
+
+def names(root: Path) -> list[str]:
+    return [each.name for each in RunIndex(root).summaries()]
+
+
+def test_runs_are_found_in_subfolders_and_read_once(root: Path, read: list[str]):
+    assert names(root) == ["a", "b"]
+    assert sorted(read) == ["a", "b"]
+    first = RunIndex(root, cache=False).summaries()
+    read.clear()
+    assert RunIndex(root).summaries() == first
+    assert read == []
+
+
+def test_a_run_that_has_changed_is_read_again(root: Path, read: list[str]):
+    names(root)
+    read.clear()
+    change_tags(root / "a", added=["good"])
+    assert [each.tags for each in RunIndex(root).summaries()] == [("good",), ()]
+    assert read == ["a"]
+
+
+def test_a_run_that_is_not_settled_is_read_each_time(root: Path, read: list[str]):
+    folder = write_run(root / "c", [1.0], None, closed=False)
+    facts = f'{{"pid": {os.getpid()}, "processes": ""}}'
+    (folder / ".owner").write_text(facts)
+    names(root)
+    read.clear()
+    assert names(root) == ["a", "c", "b"]
+    assert read == ["c"]
+
+
+def test_runs_that_are_gone_are_forgotten(root: Path, read: list[str]):
+    names(root)
+    shutil.rmtree(root / "a")
+    assert names(root) == ["b"]
+    write_run(root / "a", [2.0])
+    assert [each.best["val/loss"] for each in RunIndex(root).summaries()] == [2.0, 0.5]
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense" * 100])
+def test_a_damaged_database_is_made_again(content: bytes, root: Path, read: list[str]):
+    names(root)
+    (root / INDEX).write_bytes(content)
+    assert names(root) == ["a", "b"]
+    read.clear()
+    names(root)
+    assert read == []
+
+
+def test_a_database_of_another_version_is_made_again(root: Path, read: list[str], monkeypatch: pytest.MonkeyPatch):
+    names(root)
+    monkeypatch.setattr(index_module, "_VERSION", 99)
+    read.clear()
+    assert names(root) == names(root) == ["a", "b"]
+    assert sorted(read) == ["a", "b"]
+
+
+def test_deleting_it_costs_nothing_and_no_run_is_changed(root: Path):
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    first = RunIndex(root).summaries()
+    shutil.rmtree(root / INDEX.parent)
+    assert RunIndex(root).summaries() == first
+    shutil.rmtree(root / INDEX.parent)
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+def test_several_commands_at_once_agree(root: Path):
+    for number in range(20):
+        write_run(root / f"more-{number:02}", [1.0])
+    found: list[list[str]] = []
+    threads = [threading.Thread(target=lambda: found.append(names(root))) for _ in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(found) == 6
+    assert all(each == found[0] and len(each) == 22 for each in found)
+
+
+def test_many_runs_are_read_by_several_processes_in_the_same_order(root: Path, monkeypatch: pytest.MonkeyPatch):
+    alone = RunIndex(root, cache=False).summaries()
+    monkeypatch.setattr(index_module, "_MANY", 1)
+    assert RunIndex(root, cache=False).summaries() == alone
+
+
+def test_a_run_is_its_own_root(root: Path):
+    assert names(root / "a") == ["a"]
+    assert not (root / "a" / INDEX.parent).exists()
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_root_that_is_not_a_folder_is_refused(name: str, tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunFolderError, match=f"{name}: (does not exist|is a file); name a folder"):
+        RunIndex(tmp_path / name)

@@ -1,0 +1,136 @@
+"""What a run folder says of its run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulsetrain import Checkpointer, EventRecorder, Trainer, TrainingConfig
+from pulsetrain.engine import Every, SupervisedStrategy
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
+from pulsetrain.handlers.run_files.owner_process import processes
+from pulsetrain.runs.summary import Status, summarize
+from pulsetrain.testing import tiny_loader, tiny_model
+from tests.support.run_folders import BEGUN, SECOND, write_run
+
+
+def own(folder: Path, pid: int) -> None:
+    """As a process does whose run is in the folder."""
+    facts = {"pid": pid, "host": socket.gethostname(), "since": "now", "id": "x", "processes": processes()}
+    (folder / ".owner").write_text(json.dumps(facts))
+
+
+ENDS: list[tuple[str | None, str, Status, str]] = [
+    ("completed", "", Status.COMPLETED, ""),
+    ("terminate", "max_tokens=100 was reached", Status.COMPLETED, ""),
+    (
+        "terminate",
+        "early stopping: val/loss has not improved",
+        Status.STOPPED,
+        "early stopping: val/loss has not improved",
+    ),
+    ("interrupt", "", Status.STOPPED, "interrupted"),
+    ("exception_raised", "bad batch", Status.FAILED, "ValueError: bad batch"),
+    (None, "", Status.KILLED, ""),
+]
+
+
+@pytest.mark.parametrize(("end", "reason", "status", "shown"), ENDS)
+def test_the_last_events_say_how_it_ended(end: str | None, reason: str, status: Status, shown: str, tmp_path: Path):
+    found = summarize(write_run(tmp_path / "run", [1.0, 0.5], end, reason=reason))
+    assert (found.status, found.reason) == (status, shown)
+    assert (found.epoch, found.iteration, found.total_epochs, found.progress) == (2, 10, 4, 0.5)
+
+
+def test_best_values_are_those_of_the_metrics_whose_direction_is_known(tmp_path: Path):
+    found = summarize(write_run(tmp_path / "run", [1.0, 0.25, 0.5]))
+    assert found.best == {"val/loss": 0.25, "val/accuracy": 0.75}
+    assert found.last == {"val/loss": 0.5, "val/accuracy": 0.5, "val/other": 0.5}
+    assert found.settings == {"model": "Net", "training.max_epochs": 4, "training.learning_rate": 0.1}
+
+
+def test_the_run_decides_which_values_are_better(tmp_path: Path):
+    folder = write_run(tmp_path / "run", [1.0, 0.25, 0.5])
+    described = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**described, "modes": {"val/loss": "max", "val_other": "min"}}))
+    assert summarize(folder).best == {"val/loss": 1.0, "val/accuracy": 0.75, "val/other": 0.5}
+
+
+def test_a_run_with_a_living_owner_is_running_until_it_has_been_silent_for_long(tmp_path: Path):
+    folder = write_run(tmp_path / "run", [1.0], None, closed=False)
+    own(folder, os.getpid())
+    last = BEGUN / SECOND + 6
+    assert summarize(folder, now=last + 59).status == Status.RUNNING
+    assert summarize(folder, now=last + 61).status == Status.STALLED
+    own(folder, 2**22 + 1)  # no process has this number
+    assert summarize(folder, now=last + 1).status == Status.KILLED
+
+
+def test_long_gaps_of_its_own_are_not_a_stall(tmp_path: Path):
+    folder = write_run(tmp_path / "run", [1.0], None, closed=False, last=100.0)
+    own(folder, os.getpid())
+    last = BEGUN / SECOND + 106
+    assert summarize(folder, now=last + 1900).status == Status.RUNNING
+    assert summarize(folder, now=last + 2100).status == Status.STALLED
+
+
+def test_events_that_a_resumed_run_has_replaced_do_not_count(tmp_path: Path):
+    def build(epochs: int) -> Trainer:
+        config = TrainingConfig(max_epochs=epochs, seed=0, progress=False, learning_rate=0.05)
+        handlers: list[Any] = [Checkpointer(tmp_path / "run", Every(epochs=1)), EventRecorder(tmp_path / "run")]
+        return Trainer(
+            tiny_model(), tiny_loader(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=config,
+            handlers=handlers,
+        )  # fmt: skip
+
+    build(3).train()
+    trainer = build(3)
+    trainer.load_checkpoint(tmp_path / "run" / "checkpoints" / "000000004-checkpoint")
+    trainer.train_epoch()
+    found = summarize(tmp_path / "run")
+    assert found.iteration == 8
+    losses = [
+        each.payload["metrics"]["val/loss"] for each in EventLog(tmp_path / "run").read(event="validation_completed")
+    ]
+    assert len(losses) == 2
+    assert found.best["val/loss"] == min(losses)
+
+
+def test_the_mark_of_an_event_in_a_text_is_not_taken_for_one(tmp_path: Path):
+    folder = tmp_path / "run"
+    writer = LogWriter(folder / "events")
+    text = '"event":"validation_completed"'
+    writer.add(LoggedEvent(engine="trainer", event="media_logged", payload={"value": text}, seq=0, t=BEGUN))
+    writer.add(LoggedEvent(engine="trainer", event="metrics_logged", payload={"metrics": {"a": 1.0}}, seq=1, t=BEGUN))
+    writer.close()
+    found = summarize(folder)
+    assert (found.last, found.best) == ({"a": 1.0}, {})
+
+
+def test_a_damaged_or_newer_log_is_a_reason_and_not_an_error(tmp_path: Path):
+    folder = write_run(tmp_path / "run", [1.0] * 400)  # some of it is sealed in blocks
+    log = folder / "events" / "events.jsonl.zst"
+    content = log.read_bytes()
+    log.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+    assert "damaged" in summarize(folder).reason
+    log.write_bytes(b"nonsense")
+    summarize(folder)
+
+
+@pytest.mark.parametrize("part", ["run.json", "config.yaml"])
+def test_files_that_are_not_what_they_should_be_cost_only_what_they_say(part: str, tmp_path: Path):
+    folder = write_run(tmp_path / "run", [1.0])
+    for content in (b"\xff\xfe", b"{", b"[1]", b""):
+        (folder / part).write_bytes(content)
+        assert summarize(folder).status == Status.COMPLETED
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        summarize(tmp_path)

@@ -1,0 +1,238 @@
+"""The page in headless Chromium: real clicks on real runs, one of which trains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is not installed")
+selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium or chromedriver is not installed"),
+]
+
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
+
+TRAINING = textwrap.dedent("""
+    import sys, time
+    from pulsetrain import Trainer, TrainingConfig, SupervisedStrategy
+    from pulsetrain.engine import Events
+    from pulsetrain.handlers import EventRecorder
+    from pulsetrain.testing import tiny_loader, tiny_model
+
+    folder, epochs, pause, rate = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
+    config = TrainingConfig(seed=0, max_epochs=epochs, progress=False, learning_rate=rate)
+    trainer = Trainer(
+        tiny_model(), tiny_loader(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=config,
+        handlers=[EventRecorder(folder)],
+    )
+    trainer.on(Events.ITERATION_COMPLETED)(lambda engine: time.sleep(pause))
+    trainer.train()
+""")
+HOSTILE = "c<img src=x onerror=document.title=1>"
+
+
+def train(folder: Path, epochs: int, pause: float = 0.0, rate: float = 0.01) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-c", TRAINING, str(folder), str(epochs), str(pause), str(rate)]
+    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    for name, rate in (("a", 0.01), ("b", 0.1), (HOSTILE, 0.001)):
+        assert train(root / name, 6, rate=rate).wait(timeout=120) == 0
+    (root / "a" / "loss.png").write_bytes(bytes.fromhex(
+        "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63f8ffff3f0005fe02fe"
+        "a735818d0000000049454e44ae426082"
+    ))  # fmt: skip
+    return root
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
+    words = [sys.executable, "-m", "pulsetrain", "serve", str(root), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().rpartition(": ")[2].strip()
+        server.terminate()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    options = selenium.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1100"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def browser(chromium: Any, address: str) -> Any:
+    chromium.get("about:blank")
+    chromium.get(address)
+    until(chromium, lambda: chromium.find_elements("css selector", ".chart .trace"))
+    yield chromium
+    said = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]
+    assert not [line for line in said if "/api/" not in line["message"]]  # a refused question is answered by 400
+
+
+def until(browser: Any, true: Callable[[], Any], seconds: float = 30) -> Any:
+    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: true())
+
+
+def tab(browser: Any, name: str) -> None:
+    next(each for each in browser.find_elements("css selector", "#tabs button") if each.text == name).click()
+
+
+def text(browser: Any, selector: str = "#view") -> str:
+    return str(browser.execute_script("return document.querySelector(arguments[0]).innerText", selector))
+
+
+CHART = "[...document.querySelectorAll('.chart')].find(c => c.dataset.metric === arguments[0] && c.dataset.points)"
+
+
+def chart(browser: Any, metric: str) -> Any:
+    return until(browser, lambda: browser.execute_script(f"return {CHART}", metric))
+
+
+def test_hostile_names_are_text(browser: Any):
+    assert HOSTILE in text(browser, "#runs")
+    assert browser.title == "Pulsetrain"
+    assert not browser.find_elements("css selector", "#runs img")
+    assert not browser.find_elements("css selector", ".chart img")
+
+
+def test_runs_are_searched_selected_and_drawn(browser: Any):
+    drawn = chart(browser, "val/loss")
+    until(browser, lambda: int(drawn.get_attribute("data-points")) == 18)
+    browser.find_element("css selector", '#runs li[data-run="b"] input').click()
+    until(browser, lambda: int(chart(browser, "val/loss").get_attribute("data-points")) == 12)
+    browser.find_element("css selector", "#search").send_keys("b")
+    until(browser, lambda: len(browser.find_elements("css selector", "#runs li")) == 1)
+
+
+def test_a_condition_selects_and_a_wrong_one_says_why(browser: Any):
+    box = browser.find_element("css selector", "#where")
+    box.send_keys("training.learning_rate == 0.1")
+    until(browser, lambda: len(browser.find_elements("css selector", "#runs li")) == 1)
+    box.clear()
+    box.send_keys("rate >")
+    until(browser, lambda: "rate >" in text(browser, "#where-error"))
+
+
+def test_a_zoom_of_one_chart_zooms_all(browser: Any):
+    drawn = chart(browser, "loss, each iteration")
+    browser.execute_script("arguments[0].scrollIntoView()", drawn)
+    area = drawn.find_element("css selector", ".nsewdrag")
+    move = ActionChains(browser).move_to_element_with_offset(area, -100, 0).click_and_hold()
+    move.move_by_offset(100, 0).release().perform()
+
+    def ranges() -> list[list[float]]:
+        script = "return [...document.querySelectorAll('.chart')].filter(c => c.layout).map(c => c.layout.xaxis.range)"
+        return browser.execute_script(script)  # type: ignore[no-any-return]
+
+    until(browser, lambda: len({tuple(each) for each in ranges()}) == 1 and ranges()[0][1] - ranges()[0][0] < 20)
+
+
+def test_smoothing_and_log_change_what_is_drawn(browser: Any):
+    drawn = chart(browser, "loss, each iteration")
+    values = "return arguments[0].data[0].y.slice(0, 5)"
+    before = browser.execute_script(values, drawn)
+    slider = "document.getElementById('smoothing')"
+    browser.execute_script(f"{slider}.value = 0.9; {slider}.dispatchEvent(new Event('input'))")
+    until(browser, lambda: browser.execute_script(values, drawn) != before)
+    browser.find_element("css selector", "#log").click()
+    until(browser, lambda: browser.execute_script("return arguments[0].layout.yaxis.type", drawn) == "log")
+
+
+def test_every_view_shows_the_runs(browser: Any):
+    tab(browser, "Timeline")
+    until(browser, lambda: len(browser.find_elements("css selector", ".chart .trace")) >= 6)
+    tab(browser, "Events")
+    until(browser, lambda: "iteration_completed" in text(browser, "tbody"))
+    browser.find_element("css selector", '[aria-label="Condition on events"]').send_keys(
+        "iteration > 22 and epoch == 6"
+    )
+    until(
+        browser, lambda: "iteration_completed" in text(browser, "tbody") and "started\ttrainer\t0" not in text(browser)
+    )
+    tab(browser, "Compare")
+    until(browser, lambda: "differ after" in text(browser))
+    assert "training.learning_rate" in text(browser)
+    tab(browser, "What if")
+    until(browser, lambda: "iterations saved" in text(browser))
+    slider = "document.getElementById('patience')"
+    browser.execute_script(f"{slider}.value = 50; {slider}.dispatchEvent(new Event('input'))")
+    until(browser, lambda: text(browser, "#saved") == "0 of 72 iterations saved")
+    assert text(browser, "tbody").count("nowhere") == 3
+    browser.find_element("css selector", '[aria-label="Handler"] option[value=LossSpikeGuard]').click()
+    until(browser, lambda: text(browser, "thead").startswith("run\tspikes"))
+    tab(browser, "Media")
+    until(browser, lambda: browser.execute_script("return document.querySelector('figure img')?.naturalWidth") == 1)
+    tab(browser, "Lineage")
+    until(browser, lambda: "No listed run was forked" in text(browser))
+    tab(browser, "Processes")
+    until(browser, lambda: "the run has ended" in text(browser))
+
+
+def test_a_run_that_trains_is_drawn_while_it_does(browser: Any, root: Path):
+    training = train(root / "live", 40, pause=0.05)
+    try:
+        until(browser, lambda: browser.find_elements("css selector", '#runs li[data-run="live"]'), 60)
+        browser.find_element("css selector", '#runs li[data-run="live"] input').click()
+
+        def newest() -> float:
+            newest = "filter(t => t.name === 'live').map(t => t.x.at(-1))"
+            script = f"return Math.max(...({CHART}?.data ?? []).{newest}, 0)"
+            return float(browser.execute_script(script, "loss, each iteration"))
+
+        until(browser, lambda: newest() > 24)  # further than the other runs
+        before = newest()
+        until(browser, lambda: newest() > before + 10)
+        assert "running" in text(browser, "#runs")
+    finally:
+        training.kill()
+        training.wait()
+    until(browser, lambda: "killed" in text(browser, '#runs li[data-run="live"]'), 60)
+
+
+def test_nothing_is_asked_of_another_machine(browser: Any, address: str):
+    names = browser.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
+    assert names
+    assert all(name.startswith((address, "data:")) for name in names)
+
+
+def test_without_javascript_the_page_says_what_to_do(address: str):
+    from urllib.request import urlopen
+
+    with urlopen(address) as answer:  # our own server
+        assert "<noscript>" in answer.read().decode()
+
+
+def test_the_server_says_so_when_it_is_gone(chromium: Any, root: Path):
+    words = [sys.executable, "-m", "pulsetrain", "serve", str(root), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        chromium.get(server.stdout.readline().rpartition(": ")[2].strip())
+        until(chromium, lambda: "live" in text(chromium, "#state"))
+        server.terminate()
+        began = time.monotonic()
+        assert server.wait(timeout=10) is not None
+        assert time.monotonic() - began < 10
+    until(chromium, lambda: "connection lost" in text(chromium, "#state"))

@@ -1,0 +1,49 @@
+"""Population-based training: who is forked from whom, and with which settings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from pulsetrain.sweep.population import parent_of, values_of
+from pulsetrain.sweep.spec import Range, Spec
+
+SPEC = Spec(
+    "c", "f", {"rate": Range(1e-3, 1.0, log=True)}, ("val/loss",), ("min",), "population", population=4, interval=5
+)
+
+
+def ended(number: int, value: float | None) -> Any:
+    state = SimpleNamespace(name="COMPLETE" if value is not None else "FAIL")
+    return SimpleNamespace(
+        number=number, state=state, values=None if value is None else [value], params={"rate": 0.1 + number}
+    )
+
+
+FIRST = [ended(0, 0.5), ended(1, 0.1), ended(2, 0.9), ended(3, 0.4)]
+
+
+def test_the_worst_quarter_is_replaced_by_forks_of_the_best() -> None:
+    assert [parent_of(SPEC, number, FIRST) for number in range(4, 8)] == [0, 1, 1, 3]
+
+
+def test_larger_values_can_be_better() -> None:
+    spec = Spec("c", "f", SPEC.space, ("val/loss",), ("max",), "population", population=4, interval=5)
+    assert [parent_of(spec, number, FIRST) for number in range(4, 8)] == [0, 2, 2, 3]
+
+
+def test_a_failed_member_is_replaced() -> None:
+    trials = [ended(0, None), *FIRST[1:]]
+    assert parent_of(SPEC, 4, trials) == 1
+
+
+def test_others_keep_their_settings_and_the_replaced_are_perturbed_within_the_range() -> None:
+    assert values_of(SPEC, 4, FIRST) == {"rate": 0.1}
+    assert values_of(SPEC, 6, FIRST)["rate"] in (0.8 * 1.1, 1.0)  # 1.25 * 1.1 is above the range
+
+
+def test_the_first_generation_follows_from_the_seed() -> None:
+    drawn = [values_of(SPEC, number, [])["rate"] for number in range(4)]
+    assert drawn == [values_of(SPEC, number, [])["rate"] for number in range(4)]
+    assert len(set(drawn)) == 4
+    assert all(1e-3 <= rate <= 1 for rate in drawn)

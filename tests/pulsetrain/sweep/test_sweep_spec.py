@@ -1,0 +1,118 @@
+"""SWEEP.yaml: what is refused, and what may change of a sweep that has begun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.sweep.spec import differing, read_saved, read_spec, write_saved
+from pulsetrain.sweep.trials import check_settings, settings_of
+from tests.faults.sweeps import CONFIG, MODEL
+
+SWEEP = {
+    "config": "base.yaml",
+    "space": "{training.learning_rate: [1e-3, 1e-2]}",
+    "sampler": "grid",
+    "metric": "val/loss",
+    "folder": "out",
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(folder: Path, **entries: str) -> Path:
+    path = folder / "s.yaml"
+    path.write_text("\n".join(f"{name}: {text}" for name, text in {**SWEEP, **entries}.items()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"space": "{training.learning_rate: {low: 0, high: 1, log: true}}", "sampler": "random"}, "begin above 0"),
+        ({"space": "{training.learning_rate: {low: 1, high: 0.1}}"}, "low has to be below high"),
+        ({"space": "{training.learning_rate: {low: 0.1, high: 1}}"}, "a grid needs a list of values"),
+        ({"space": "{training.learning_rate: [1, 1]}"}, "each once"),
+        ({"space": "{training.learning_rate: {low: 0.1, hihg: 1}}"}, "needs a list of values, or low and high"),
+        ({"sampler": "tpe"}, "needs their number"),
+        ({"sampler": "tpa", "trials": "2"}, "did you mean 'tpe'"),
+        ({"workers": "100000"}, "use at most"),
+        ({"workers": "0"}, "at least 1"),
+        ({"mertic": "val/loss"}, "did you mean 'metric'"),
+        ({"metric": "val/quality"}, "give min or max"),
+        ({"metric": "[val/loss, val/accuracy]", "pruner": "asha"}, "pruners compare one metric"),
+        ({"sampler": "population", "trials": "4"}, "a population needs it"),
+        ({"storage": "mysql://me:secret@host/a"}, "storage: mysql is not supported"),
+    ],
+    ids=[
+        "log-of-0",
+        "low-above-high",
+        "range-in-grid",
+        "twice",
+        "unknown-bound",
+        "no-trials",
+        "sampler",
+        "many-workers",
+        "no-workers",
+        "entry",
+        "mode",
+        "pruner",
+        "interval",
+        "storage",
+    ],
+)
+def test_what_cannot_be_used_is_refused(base: Path, entries: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_spec(written(base, **entries))
+    assert message in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_setting_that_the_configuration_does_not_know_is_refused_with_near_names(base: Path) -> None:
+    spec = read_spec(written(base, space="{training.learning_rat: [1e-3]}"))
+    with pytest.raises(ConfigurationError, match=r"space\.training\.learning_rat: .*learning_rate"):
+        check_settings(spec)
+
+
+def test_a_handler_that_the_configuration_does_not_list_is_refused(base: Path) -> None:
+    spec = read_spec(written(base, space="{handlers.CSVLoger.every: [1]}"))
+    with pytest.raises(ConfigurationError, match="did you mean 'CSVLogger'"):
+        check_settings(spec)
+
+
+def test_an_argument_of_a_listed_handler_can_be_varied(base: Path) -> None:
+    spec = read_spec(written(base, space="{handlers.Checkpointer.keep_last: [1, 2]}"))
+    check_settings(spec)
+    assert '"keep_last": 2' in settings_of(spec, {"handlers.Checkpointer.keep_last": 2})["handlers"]
+
+
+def test_the_saved_sweep_is_the_same_and_holds_no_credentials(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "postgresql://me:secret@host/sweeps"
+    spec = read_spec(written(base, storage=url))
+    Path(spec.folder).mkdir()
+    write_saved(spec)
+    assert "secret" not in (base / "out" / "sweep.yaml").read_text()
+    monkeypatch.setenv("PULSETRAIN_SWEEP_STORAGE", url)
+    assert read_saved(Path("out")) == spec
+
+
+def test_only_trials_and_workers_may_change(base: Path) -> None:
+    spec = read_spec(written(base))
+    assert differing(spec, replace(spec, workers=2, trials=1)) == []
+    assert differing(spec, replace(spec, seed=2)) == ["seed"]
+    assert differing(spec, replace(spec, base={**(spec.base or {}), "data": "tiny.others"})) == ["base"]
+
+
+def test_a_grid_has_every_combination(base: Path) -> None:
+    spec = read_spec(written(base, space="{training.learning_rate: [1e-3, 1e-2], model.init_args.width: [4, 6]}"))
+    assert spec.total == 4
+    assert [list(each.values()) for each in spec.combinations] == [[1e-3, 4], [1e-3, 6], [1e-2, 4], [1e-2, 6]]
