@@ -197,7 +197,7 @@ def drawn(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """At most `limit` points between two places, with the least and the greatest value of every interval.
 
-    >>> x, values = np.arange(1000), np.zeros(1000)
+    >>> x, values = np.arange(1000), np.arange(1000) % 2.0
     >>> values[777] = 9
     >>> at, shown = drawn(x, values, 500, None, 20)
     >>> len(at), int(at[shown.argmax()]), float(shown.max())

@@ -118,8 +118,7 @@ def _bound(host: str, port: int) -> socket.socket:
         made.listen(128)
         made.set_inheritable(True)
     except (OSError, OverflowError) as error:
-        raise ConfigurationError(
-            f"serve(host={host!r}, port={port}): cannot be used: {getattr(error, 'strerror', None) or error}; "
-            "choose another port, or port 0 for one that is free"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        rule = f"cannot be used: {why}; choose another port, or port 0 for one that is free"
+        raise ConfigurationError(rule, "serve", host=host, port=port) from error
     return made
