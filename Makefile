@@ -22,7 +22,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow install install-dev lint types contracts pytest architecture coverage faults ignite-suite format bench perf-check clean FORCE
+.PHONY: help demo test test-slow test-gpu install install-dev lint types contracts pytest architecture coverage faults ignite-suite format bench perf-check clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,10 @@ pytest: $(VENV)/installed-dev ## the tests that are not slow, two at a time; e.g
 test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmarks, compilation, runs that are killed
 	$(step) 'Slow tests (pytest)'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+
+test-gpu: $(VENV)/installed-dev ## the tests that need an NVIDIA GPU; the others do not see it
+	$(step) 'Tests on a GPU (pytest)'
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 architecture: $(VENV)/installed-dev ## draw docs/architecture.svg from the imports
 	@$(BIN)/python docs/draw_architecture.py

@@ -20,6 +20,12 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Without `-m gpu` the tests see no GPU: the others compare what runs on the default device with the CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Without the garbage collector: it would look through all that is imported two dozen times, and find nothing.

@@ -62,8 +62,8 @@ class Task:
     def of_124_million(cls, iterations: int, *, compile: bool) -> Task:
         """The sizes of the smallest GPT-2, with a vocabulary that makes 124 million parameters, since none are tied."""
         return cls(
-            iterations, layers=12, width=768, heads=12, context=1024, vocabulary=25_600, device="cuda",
-            precision="bf16", compile=compile, threads=8,
+            iterations, layers=12, width=768, heads=12, context=1024, vocabulary=25_600, validation_batches=4,
+            device="cuda", precision="bf16", compile=compile, threads=8,
         )  # fmt: skip
 
     def model_arguments(self) -> dict[str, int]:

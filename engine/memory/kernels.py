@@ -1,16 +1,23 @@
-"""What kernels allocate for themselves while they compute, where it is known: convolutions on the CPU."""
+"""What kernels allocate for themselves, where it is known: convolutions on the CPU, and cuBLAS."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "workspace"]
+__all__ = ["PRODUCTS", "UNKNOWN", "blas_workspace", "workspace"]
 
 UNKNOWN = (torch.ops.aten.mkldnn_rnn_layer.default,)  # an LSTM on the CPU keeps a workspace for the backward pass
+PRODUCTS = frozenset({
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default,
+})  # fmt: skip
+_WITH_LARGE_WORKSPACES = (9, 10, 12)  # Hopper and Blackwell: their major compute capabilities
 
 # oneDNN computes over blocks of 16 channels: tensors are copied into such blocks first, the result is copied back.
 # Compared with torch's allocator, torch 2.13 and AVX-512, bytes beside the outputs, actual / by these formulas:
@@ -21,6 +28,26 @@ UNKNOWN = (torch.ops.aten.mkldnn_rnn_layer.default,)  # an LSTM on the CPU keeps
 # With 3 channels and a kernel of 7, the second formula is up to half too high.
 _BLOCK = 16
 _FEW = 4  # so many channels are read as they are
+
+
+def blas_workspace(capability: int, setting: str | None = None) -> int:
+    """The bytes that torch keeps for cuBLAS from the first matrix product on, for each thread that computes one.
+
+    One thread computes the forward pass, another one the backward pass. Compared with the count of CUDA's allocator on
+    an H200: a GPT needed 68153344 bytes more than its tensors, of which these are 2 * 33554432.
+
+    Args:
+        capability: the major one of the device.
+        setting: of the variable CUBLAS_WORKSPACE_CONFIG; by default that of the environment.
+
+    >>> blas_workspace(9, ""), blas_workspace(8, ""), blas_workspace(9, ":4096:8")
+    (33554432, 8519680, 33554432)
+    """
+    chosen = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if setting is None else setting
+    parts = re.findall(r":(\d+):(\d+)", chosen)
+    if not parts:
+        parts = [(4096, 8)] if capability in _WITH_LARGE_WORKSPACES else [(4096, 2), (16, 8)]
+    return sum(1024 * int(size) * int(count) for size, count in parts)
 
 
 def workspace(operation: object, arguments: Sequence[Any], outputs: object) -> int:

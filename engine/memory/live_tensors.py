@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pulsetrain.engine.memory.kernels import UNKNOWN, workspace
+from pulsetrain.engine.memory.kernels import PRODUCTS, UNKNOWN, blas_workspace, workspace
 from pulsetrain.engine.memory.optimizer_state import state_in_memory
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree
@@ -100,6 +100,8 @@ class LiveTensors(TorchDispatchMode):
         self._operations = 0
         self._blocks: dict[int, _Block] = {}  # by the id of a storage, which stays the same while it is alive
         self._modules: list[str] = []  # that compute now, innermost last
+        self._multiplying: set[bool] = set()  # whether a thread that has multiplied matrices is the backward pass's
+        self._blas = blas_workspace(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -173,7 +175,9 @@ class LiveTensors(TorchDispatchMode):
         if self._mode is None:
             self._note_peak()
         else:
-            self._note_peak(workspace(func, args, found))
+            if func in PRODUCTS:
+                self._multiplying.add(self.phase == "backward")
+            self._note_peak(workspace(func, args, found) + self._blas * len(self._multiplying))
             if func in UNKNOWN:
                 self.unknown.add(str(func))
         return found

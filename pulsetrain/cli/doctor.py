@@ -37,11 +37,14 @@ _PURPOSE = {
     "s3": "checkpoints at s3:// URLs",
     "safetensors": "weights as safetensors files",
     "schedule-free": "schedule-free optimizers",
+    "serve": "`pulsetrain serve`",
+    "submit": "`pulsetrain submit --to slurm`",
     "sweep": "`pulsetrain sweep`",
     "tensorboard": "TensorBoardLogger",
     "torchmetrics": "metrics of torchmetrics",
     "trackio": "TrackioLogger",
     "wandb": "WandbLogger",
+    "watch": "`pulsetrain watch`",
 }
 _NOT_FOR_USERS = ("bench", "dev")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+).*?extra == [\"']([^\"']+)[\"']")

@@ -309,7 +309,7 @@ class TestLossSpikeGuard:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_device_the_update_is_left_out_without_waiting_for_it() -> None:
     guard = NaNGuard(every=Every(iterations=10**6))
-    trainer = guarded_run(guard, dataset=guarded_data((61,)), log_every_n_steps=10**6, device="cuda")
+    trainer = guarded_run(guard, dataset=guarded_data((61,)), log_every_n_steps=10**6, device="cuda", progress=False)
 
     @trainer.on(Events.ITERATION_STARTED(once=3))  # the first update has looked at values
     def watch() -> None:

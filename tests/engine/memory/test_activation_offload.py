@@ -73,7 +73,7 @@ class Attending(nn.Module):
         query, key, value = self.projection(self.norm(x)).chunk(3, dim=-1)
         weights = (query @ key.transpose(1, 2)).exp()
         mixed = self.out((weights / weights.sum(-1, keepdim=True)) @ value)
-        return x + self.frozen(self.dropout(mixed)) * torch.ones(1).expand(16)
+        return x + self.frozen(self.dropout(mixed)) * x.new_ones(1).expand(16)
 
 
 class Attentions(nn.Sequential):

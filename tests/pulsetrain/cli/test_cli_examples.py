@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ def test_init_does_not_touch_a_folder_that_is_there(tmp_path: Path, capsys: pyte
     assert main(["init", str(tmp_path)]) == 2
     assert "choose another NAME" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_doctor_says_what_each_extra_is_for():
+    extras = set(metadata("pulsetrain").get_all("Provides-Extra") or ()) - set(doctor_command._NOT_FOR_USERS)
+    assert extras == set(doctor_command._PURPOSE)
 
 
 def test_the_doctor_finds_this_installation_healthy(capsys: pytest.CaptureFixture[str]):
