@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
@@ -24,8 +23,11 @@ __all__ = [
     "length_of", "order_seed", "seed_generator",
 ]  # fmt: skip
 
-_SEEDED: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int | None]] = weakref.WeakKeyDictionary()
-"""The seed that a generator was given here, and the one of its user before; None if it was made here."""
+_SEEDED: dict[int, tuple[torch.Generator, int, int | None]] = {}
+"""By id: a generator, the seed that it was given here, and the one of its user before; None if it was made here.
+
+It keeps them, 5 KB each: up to torch 2.11 at least, a generator cannot be referenced weakly.
+"""
 
 
 def length_of(loader: object) -> int | None:
@@ -127,7 +129,7 @@ def key_order(loader: object, seed: int) -> None:
         generator = getattr(holder, "generator", 0)  # 0: it has none; a sampler may hold one of numpy's or python's
         if generator is None:
             generator = torch.Generator()
-            _SEEDED[generator] = generator.initial_seed(), None
+            _SEEDED[id(generator)] = generator, generator.initial_seed(), None
             setattr(holder, "generator", generator)  # noqa: B010  # not every holder declares the attribute
         if isinstance(generator, torch.Generator):
             seed_generator(generator, seed)
@@ -168,11 +170,11 @@ def seed_generator(generator: torch.Generator, seed: int) -> None:
     """Seed a generator for a pass; `order_seed` still gives the seed that its user gave it."""
     own = _own_seed(generator)
     generator.manual_seed(seed)
-    _SEEDED[generator] = seed, own
+    _SEEDED[id(generator)] = generator, seed, own
 
 
 def _own_seed(generator: torch.Generator) -> int | None:
     """The seed that its user gave it; None for one that was made here."""
     now = generator.initial_seed()
-    seed, own = _SEEDED.get(generator, (None, None))
+    _, seed, own = _SEEDED.get(id(generator), (generator, None, None))
     return own if now == seed else now

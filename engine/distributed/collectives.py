@@ -312,7 +312,7 @@ class ControlGroup:
         if ended and "timed out" not in str(error).lower():
             return PeerFailed(
                 f"{_listed(ended)} ended without an error, while this one waited for {what}: perhaps it was killed, or "
-                "its memory was exhausted; see its own output and the system's log"
+                f"its memory was exhausted; see its own output and the system's log. Here the error was: {error}"
             )
         if (lost := self.board.lost()) is not None:
             return lost

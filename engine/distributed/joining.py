@@ -24,7 +24,7 @@ from pulsetrain.engine.distributed.ranks import Ranks, ranks
 from pulsetrain.engine.distributed.replicas import differ, digest
 from pulsetrain.engine.errors import ConfigurationError, PeerFailed
 
-__all__ = ["busy", "check_alike", "join", "join_alone", "leave"]
+__all__ = ["busy", "check_alike", "check_apart", "join", "join_alone", "leave"]
 
 TIMEOUT = 60.0  # seconds
 _EAGER = 256  # processes up to which each connects to each other one: in two groups, that takes 520 open files
@@ -97,6 +97,28 @@ def leave() -> None:
     if _made_default and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     _made_default = False
+
+
+def check_apart(control: ControlGroup, device: torch.device) -> None:
+    """Refuse processes that share a GPU, which NCCL does not support; they all have to call this.
+
+    Raises:
+        ConfigurationError: two of them do; the message names them.
+    """
+    if not control.is_shared or device.type != "cuda":
+        return
+    places = control.gather(_gpu(device))
+    for rank, place in enumerate(places):
+        if (first := places.index(place)) != rank:
+            raise ConfigurationError(
+                f"ranks {first} and {rank} would both train on {place}, and a GPU cannot be shared by processes that "
+                "train together; start one process for each GPU, or pass device='cpu'"
+            )
+
+
+def _gpu(device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} {found.uuid} of {socket.gethostname()}"
 
 
 def check_alike(control: ControlGroup, facts: Mapping[str, object]) -> None:

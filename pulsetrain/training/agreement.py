@@ -20,7 +20,7 @@ from pulsetrain.engine import LAST, Engine, Events, Phase
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.failures import Warden
-from pulsetrain.engine.distributed.joining import check_alike
+from pulsetrain.engine.distributed.joining import check_alike, check_apart
 from pulsetrain.engine.distributed.pulse import Pulse, StopRequest
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.errors import PeerFailed
@@ -121,10 +121,12 @@ class Agreement:
         """Refuse ranks that were started differently; `model` may be several modules by name, `further` are more facts.
 
         Raises:
-            ConfigurationError: they were; the message names a rank, what differs, and both values.
+            ConfigurationError: they were, or two of them share a GPU; the message names a rank, what differs, and both
+                values.
         """
         if not self.is_shared:
             return
+        check_apart(self.control, device)
         settings = {each.name: getattr(config, each.name) for each in fields(config)}
         modules = model if isinstance(model, Mapping) else {"": model}
         shapes = {

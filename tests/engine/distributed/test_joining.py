@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 
 from pulsetrain.engine import ConfigurationError
-from pulsetrain.engine.distributed.joining import check_alike, join, leave
+from pulsetrain.engine.distributed import joining
+from pulsetrain.engine.distributed.joining import check_alike, check_apart, join, leave
 from pulsetrain.engine.distributed.pulse import Pulse, StopRequest
 from tests.support.ranks import in_processes
 
@@ -114,6 +115,19 @@ def test_ranks_that_were_started_differently_are_named():
         assert "rank 1 has learning_rate=0.2, rank 0 has 0.1; rank 1 has long='xxx" in said
         assert "seed" not in said
         assert "x" * 100 not in said
+
+
+def test_ranks_that_would_share_a_gpu_are_named():
+    def body(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(joining, "_gpu", lambda device: "NVIDIA H200 0 of here")
+            check_apart(join(), torch.device("cpu"))
+            check_apart(join(), torch.device("cuda"))
+
+    for ended in in_processes(body):
+        said = ended.error.splitlines()[-1]
+        assert "ConfigurationError: ranks 0 and 1 would both train on NVIDIA H200 0 of here" in said
+        assert "start one process for each GPU" in said
 
 
 def test_an_environment_that_does_not_say_where_to_meet_is_an_error(monkeypatch: pytest.MonkeyPatch):
