@@ -67,14 +67,8 @@ def loss_spikes(series: Series, metric: str, threshold: float, window: int, pati
     guard = LossSpikeGuard(threshold, window, patience=patience)
     found = series.points(f"{metric}, {EACH_ITERATION}")
     at, values = (found[0], found[2]) if found is not None else (np.empty(0), np.empty(0))
-    rows: list[int] = []
-    before, spikes = False, 0
-    for iteration, value in zip(at.tolist(), values.tolist(), strict=True):
-        is_spike = guard.step(value)
-        if is_spike:
-            spikes += 1
-            if not before:
-                rows.append(iteration)
-        before = is_spike
+    spiked = guard.steps(np.asarray(values, dtype=np.float64))
+    begins = spiked & ~np.concatenate([[False], spiked[:-1]])
+    rows = at[begins][:50].tolist()
     first = rows[0] if rows else None
-    return {"spikes": spikes, "first": first, "rows": rows[:50], "last": series.about.last, "values": len(at)}
+    return {"spikes": int(spiked.sum()), "first": first, "rows": rows, "last": series.about.last, "values": len(at)}
