@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["BOUNDS_SET_ON", "Load", "Watch", "describe_machine"]
+__all__ = ["BOUNDS_SET_ON", "Load", "Watch", "describe_machine", "own_seconds_until_now", "seconds_of_tree"]
 
 BOUNDS_SET_ON = "AMD EPYC"  # the processor that the bounds of absolute times are for; a Xeon took 1.6 times as long
 BOUNDS_REFERENCE_MS = (
@@ -77,7 +77,7 @@ class Watch:
         reference: Callable[[], object] | None = None,
         processor: str | None = None,
     ) -> None:
-        self._busy, self._own = busy_seconds or _busy_seconds, own_seconds or _own_seconds
+        self._busy, self._own = busy_seconds or _busy_seconds, own_seconds or own_seconds_until_now
         self._clock, self._reference = clock, reference or _reference
         self._processor = _processor() if processor is None else processor
         self._average = os.getloadavg()[0]
@@ -118,6 +118,22 @@ def describe_machine() -> str:
     return ", ".join([f"{cores} cores ({_processor()})", f"Python {platform.python_version()}", *packages])
 
 
+def seconds_of_tree(process: int) -> float:
+    """The processor time of a process and its descendants until now; 0 where it has ended.
+
+    >>> seconds_of_tree(os.getpid()) > 0
+    True
+    """
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        tasks = Path(f"/proc/{process}/task").iterdir()
+        children = [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    except OSError:
+        return 0.0
+    own = sum(int(each) for each in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(seconds_of_tree, children))
+
+
 def _reference() -> int:
     total = 0
     for number in range(STEPS):
@@ -125,7 +141,8 @@ def _reference() -> int:
     return total
 
 
-def _own_seconds() -> float:
+def own_seconds_until_now() -> float:
+    """The processor time of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from benchmarks.harness.machine import Load, Watch, describe_machine
+from benchmarks.harness.machine import Load, Watch, describe_machine, own_seconds_until_now
 
 __all__ = [
     "HOLDS", "MISSED", "NOT_MEASURED", "UNBOUNDED", "Kind", "Report", "Row", "make_parser", "number", "ratios",
@@ -138,15 +138,21 @@ def make_parser(benchmark: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def report(options: argparse.Namespace, title: str, measure: Callable[[], tuple[Sequence[Row], Sequence[str]]]) -> int:
+def report(
+    options: argparse.Namespace,
+    title: str,
+    measure: Callable[[], tuple[Sequence[Row], Sequence[str]]],
+    helpers: Callable[[], float] = lambda: 0.0,
+) -> int:
     """Measure, print, and return the exit status.
 
     Args:
         options: parsed by a parser from `make_parser`.
         title: what the rows have in common, such as the size of the log.
         measure: returns the rows, and notes such as which frameworks are absent.
+        helpers: returns the processor time, in seconds, of processes that nobody waits for, such as a browser's.
     """
-    watch = Watch()
+    watch = Watch(own_seconds=lambda: own_seconds_until_now() + helpers())
     rows, notes = measure()
     words = [word for word in sys.argv[1:] if word != "--json"]
     made = Report(
