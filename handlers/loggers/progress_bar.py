@@ -20,6 +20,9 @@ __all__ = ["ProgressBar"]
 
 _SHOWN = ("loss", "return", "reward")  # metrics of validations and rollouts whose names end so
 _REFRESH = 0.1  # seconds between two drawings of the bar
+_OF_TRAINING = (
+    ("train/loss", "loss", ".4g"), ("learning_rate", "lr", ".3g"), ("tokens_per_second", "tokens/s", ",.0f"),
+)  # fmt: skip
 _APART = 64  # iterations between two looks at the clock, at most: the next ones may be slow
 
 
@@ -94,6 +97,7 @@ class ProgressBar(Handler):
         self._due = inf  # when the bar is drawn, or the next plain line is written
         self._looks = _Looks()
         self._figures: dict[str, str] = {}
+        self._logged: Mapping[str, float] = {}  # the last values of METRICS_LOGGED: formatted where they are shown
 
     def attach(self, engine: Engine) -> Self:
         """Show the engine's runs."""
@@ -115,7 +119,7 @@ class ProgressBar(Handler):
 
     def _on_started(self, engine: Engine) -> None:
         self._close()
-        self._figures = {}
+        self._figures, self._logged = {}, {}
         stream = self._given_stream if self._given_stream is not None else sys.stderr
         if stream is None:  # closed by the caller, as with 2>&-
             return
@@ -146,6 +150,7 @@ class ProgressBar(Handler):
         self._looks.plan(engine.state.iteration, now)
         if now < self._due:
             return
+        self._show_figures()
         if self._bar is not None:
             self._due = now + _REFRESH
             self._bar.update(engine.state.iteration - self._bar.n)
@@ -154,26 +159,18 @@ class ProgressBar(Handler):
             self._write_line(engine)
 
     def _on_metrics(self, engine: Engine, event: Event) -> None:
-        metrics: Mapping[str, float] = event.payload.metrics
-        for name, label, form in (
-            ("train/loss", "loss", ".4g"),
-            ("learning_rate", "lr", ".3g"),
-            ("tokens_per_second", "tokens/s", ",.0f"),
-        ):
-            if name in metrics:
-                self._figures[label] = format(metrics[name], form)
-        self._show_figures()
+        self._logged = event.payload.metrics
         self._on_iteration(engine)  # where iterations have become slower than planned
 
     def _on_round(self, engine: Engine, event: Event) -> None:
         for name, value in event.payload.metrics.items():
             if name.endswith(_SHOWN):
                 self._figures[name] = format(value, ".4g")
-        self._show_figures()
 
     def _on_end(self, engine: Engine, event: Event) -> None:
         if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
             return  # COMPLETED follows, perhaps after a last validation
+        self._show_figures()
         if self._bar is not None:
             self._bar.total = self._bar.total or engine.state.iteration
         elif self._state is not None:
@@ -181,6 +178,9 @@ class ProgressBar(Handler):
         self._close()
 
     def _show_figures(self) -> None:
+        for name, label, form in _OF_TRAINING:
+            if name in self._logged:
+                self._figures[label] = format(self._logged[name], form)
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in self._figures.items()), refresh=False)
 
