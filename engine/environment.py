@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -34,10 +35,15 @@ def describe_environment(device: torch.device | str, more: Mapping[str, object] 
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": f"deterministic={torch.backends.cudnn.deterministic}, benchmark={torch.backends.cudnn.benchmark}",
-        "float32_matmul": torch.get_float32_matmul_precision(),
+        "float32_matmul": _float32_matmul(),
         **{name: found for name in _PACKAGES if (found := version_of(name)) is not None},
         **(more or {}),
     }
+
+
+def _float32_matmul() -> str:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch 2.9 warns of its own setting
+        return torch.get_float32_matmul_precision()
 
 
 @cache  # reading a package's metadata takes milliseconds
