@@ -13,7 +13,7 @@ import msgspec
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.files import log_files
-from pulsetrain.runs.summary import PARTS, RunSummary, Status, is_run, summarize
+from pulsetrain.runs.summary import RunSummary, Status, is_run, is_run_of, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
 __all__ = ["INDEX", "RunIndex", "sign_of"]
@@ -74,7 +74,7 @@ class RunIndex:
                     here = {each.name: each for each in entries}
             except OSError:
                 continue
-            if not here.keys().isdisjoint(PARTS):
+            if is_run_of(here):
                 yield folder
             if depth < _DEPTH:
                 todo += [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,10 +26,11 @@ from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
 from pulsetrain.runs.tags import read_tags
 
-__all__ = ["PARTS", "RunSummary", "Status", "is_run", "status_of", "summarize"]
+__all__ = ["PARTS", "RunSummary", "Status", "is_run", "is_run_of", "status_of", "summarize"]
 
-PARTS = ("run.json", "config.yaml", "events")
-"""The files and folders of which a run folder has at least one."""
+PARTS = ("run.json", "events")
+"""What a run folder has one of, unless it has a configuration and one of _KEPT."""
+_KEPT = frozenset({"checkpoints", "metrics.csv", "plots", "crash", "crash.txt"})
 _JUDGED = frozenset({"validation_completed", "rollout_completed"})
 _REPORTED = frozenset({*_JUDGED, "metrics_logged", "policy_updated"})
 _MARKS = [f'"event":"{name}"'.encode() for name in sorted(_REPORTED)]
@@ -85,7 +86,19 @@ class RunSummary:
 
 def is_run(folder: Path) -> bool:
     """Whether the folder has a file of a run."""
-    return any((folder / part).exists() for part in PARTS)
+    return is_run_of(part for part in (*PARTS, "config.yaml", *_KEPT) if (folder / part).exists())
+
+
+def is_run_of(names: Iterable[str]) -> bool:
+    """The same, by what is in the folder.
+
+    >>> is_run_of(["run.json"]), is_run_of(["config.yaml", "metrics.csv"])
+    (True, True)
+    >>> is_run_of(["config.yaml", "model.py", "runs"])  # a project, whose configuration trains runs
+    False
+    """
+    found = frozenset(names)
+    return not found.isdisjoint(PARTS) or ("config.yaml" in found and not found.isdisjoint(_KEPT))
 
 
 def summarize(folder: Path, *, now: float | None = None) -> RunSummary:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optional import load_optional
 
@@ -110,6 +111,7 @@ def _file(name: str) -> bytes | None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
+    check_whole_number("serve", "port", port, 0, 65536)  # the system would take the last 16 bits of a larger one
     try:
         family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind)

@@ -107,6 +107,11 @@ def test_wrong_input_is_answered_with_the_remedy(
     assert message in capsys.readouterr().err
 
 
+def test_a_project_with_a_configuration_is_not_a_run(runs: Path, capsys: pytest.CaptureFixture[str]):
+    (runs.parent / "config.yaml").write_text("model: {class_path: model.Net}\n")
+    assert [row.split()[0] for row in listed(capsys, str(runs.parent))[1:]] == ["runs/a", "runs/b", "runs/more/c"]
+
+
 def test_a_folder_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["runs", str(tmp_path)]) == 0
     assert "holds no runs" in capsys.readouterr().err

@@ -16,8 +16,9 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from pulsetrain.cli import main
+from pulsetrain.engine import ConfigurationError
 from pulsetrain.serve.access import COOKIE, is_loopback
-from pulsetrain.serve.server import app_of
+from pulsetrain.serve.server import _bound, app_of
 from tests.support.run_folders import write_run
 
 
@@ -229,3 +230,9 @@ def test_names_that_are_not_utf_8_are_listed(root: Path):
         assert ask(client, "events", run="b\\xff<img src=x>")["events"]
     finally:
         close()
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_does_not_exist_is_refused(port: int, tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=f"port={port}"):
+        _bound("127.0.0.1", port)
