@@ -6,6 +6,7 @@ cannot write (tests/pulsetrain/configuration/test_why_own_parsing.py).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -179,7 +180,8 @@ def _written(parser: ArgumentParser, key: str, value: object) -> object:
         return None
     try:
         one = Namespace(**{key: value})  # type: ignore[no-untyped-call]
-        written = load_yaml(parser.dump(one, skip_unset=False, skip_validation=True))[key]
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a value that has no text
+            written = load_yaml(parser.dump(one, skip_unset=False, skip_validation=True))[key]
         if isinstance(value, Namespace):  # of a dataclass
             return {name: each for name, each in written.items() if each is not None}
         found = parser.parse_object({key: written}, defaults=False)[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
@@ -109,7 +110,10 @@ def test_comments_say_where_values_are_from(folder: Path, capsys: pytest.Capture
 def test_what_yaml_cannot_write_is_named_and_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "odd.py").write_text(ODD)
     part = "--model.init_args.part={class_path: odd.Part, init_args: {size: 3}}"
-    text = printed(capsys, "--model", "odd.Odd", part)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        text = printed(capsys, "--model", "odd.Odd", part)
+    assert warned == []
     config = load_yaml(text)
     assert config["model"]["init_args"] == {
         "part": {"class_path": "odd.Part", "init_args": {"size": 3, "scale": 0.5}},
