@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from benchmarks.harness.machine import seconds_of_tree
+from benchmarks.harness.machine import own_seconds_until_now, seconds_of_tree
 from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.runs.index import sign_of
@@ -32,7 +32,7 @@ from pulsetrain.serve.store import series_folder
 
 LOSS = "[...document.querySelectorAll('.chart')].find(c => c.dataset.metric === 'loss, each iteration')"
 RUNS, ITERATIONS, EVERY = 200, 100_000, 1000
-BROWSERS: list[float] = []  # seconds of processor time of each that has ended
+BROWSERS: list[float] = []  # seconds of processor time of each, as far as nobody waits for its processes
 LIVE = """\
 import sys, time
 from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig
@@ -119,8 +119,9 @@ def browser() -> Iterator[Any]:
     try:
         yield driver
     finally:
-        BROWSERS.append(seconds_of_tree(driver.service.process.pid))
+        whole, before = seconds_of_tree(driver.service.process.pid), own_seconds_until_now()
         driver.quit()
+        BROWSERS.append(max(0.0, whole - (own_seconds_until_now() - before)))  # without what counts by now
 
 
 def until(true: Callable[[], Any]) -> float:

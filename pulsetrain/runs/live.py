@@ -286,7 +286,10 @@ class LiveRun:
 
 def _may_become_a_run(folder: Path) -> bool:
     """Whether it is a run folder, or one that a run has only begun to fill."""
-    return folder.is_dir() and (is_run(folder) or all(each.name[0] == "." for each in folder.iterdir()))
+    if not folder.is_dir():
+        return False
+    begun = (each.name[0] == "." or each.name == "config.yaml" for each in folder.iterdir())
+    return is_run(folder) or all(begun)
 
 
 def _together(found: dict[int, list[LoggedEvent]], limit: int) -> list[LiveEvent]:

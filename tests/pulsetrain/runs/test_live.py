@@ -317,3 +317,11 @@ def test_a_real_run_is_followed_killed_and_resumed(tmp_path: Path):
     assert follow(["60", "0.0", "resume"], until=None) == 0
     assert run.status is Status.COMPLETED
     assert sorted(delays)[len(delays) // 2] < 1.0
+
+
+def test_a_folder_that_holds_only_a_configuration_may_become_a_run(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("model: {class_path: model.Net}\n")
+    assert not LiveRun(tmp_path).is_there
+    (tmp_path / "model.py").write_text("")
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        LiveRun(tmp_path)
