@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -32,9 +33,10 @@ class SampleText(Handler):
     """Has the model continue each prompt, and fires MEDIA_LOGGED with the text, named "sample" ("sample/2" of several).
 
     The model is used as in validation: in eval mode, without gradients, and with the weights of the evaluator, for
-    example averaged ones. Afterwards modes and random generators are restored. Every sample starts from the same seed,
-    so that texts differ only because of the weights. If several processes hold one sharded model, each of them has to
-    have this handler: all generate, and the main one writes.
+    example averaged ones; but not compiled, since each token makes the text longer. Afterwards modes and random
+    generators are restored. Every sample starts from the same seed, so that texts differ only because of the weights.
+    If several processes hold one sharded model, each of them has to have this handler: all generate, and the main one
+    writes.
 
     Args:
         prompts: the start of each text; one, or several.
@@ -185,6 +187,8 @@ class SampleText(Handler):
         with rng.preserve_rng(), torch.no_grad(), ExitStack() as stack:
             if model is not None:
                 stack.enter_context(eval_mode(model))
+            if "torch._dynamo" in sys.modules:  # a model that torch.compile runs would be compiled for each length
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             for context in contexts:
                 stack.enter_context(context())
             for prompt in self.prompts:

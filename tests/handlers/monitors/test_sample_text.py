@@ -1,6 +1,7 @@
 """SampleText: what is written, where, and that nothing else of the run changes."""
 
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -225,3 +226,39 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
 def test_values_of_the_wrong_type_are_refused(arguments):
     with pytest.raises(TypeError, match=r"SampleText\("):
         SampleText("a", **arguments)
+
+
+class Parrot(nn.Module):
+    """Continues a text; each of its calls has another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        return self.out(self.embedding(tokens))
+
+    def generate(self, prompt, length, *, temperature, generator):
+        text = list(prompt)
+        for _ in range(length):
+            text.append(int(self(torch.tensor([text]))[0, -1].argmax()))
+        return bytes(text[len(prompt) :])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_a_compiled_model_is_not_compiled_again_for_each_length():
+    from torch._dynamo.utils import counters
+
+    model, tokens = Parrot(), torch.randint(256, (4, 8))
+    sample = SampleText("ab", every=None, length=20, temperature=0)
+    counters.clear()
+    Trainer(
+        model,
+        [(tokens, tokens)] * 2,
+        strategy=SupervisedStrategy(lambda logits, targets: logits.flatten(0, 1).logsumexp(-1).mean()),
+        config=TrainingConfig(max_epochs=1, seed=0, device="cpu", compile=True, progress=False),
+        handlers=[sample],
+    ).train()
+    assert len(sample.texts) == 1
+    assert counters["stats"]["unique_graphs"] == 1  # the training step's
