@@ -149,6 +149,10 @@ def test_importing_a_package_imports_nothing_slow(package: str):
     assert not loaded_by(f"import {package}") & SLOW
 
 
+def test_the_process_that_draws_figures_starts_without_torch():
+    assert not loaded_by("from pulsetrain.handlers.plots.painter import serve") & SLOW
+
+
 @pytest.mark.parametrize("words", slow_but(["--help", "completion bash"], ANSWERED))
 def test_what_the_command_line_answers_by_itself_imports_nothing_slow(words: str):
     assert not loaded_by(COMMAND, *words.split()) & SLOW

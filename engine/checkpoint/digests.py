@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
@@ -17,7 +18,7 @@ __all__ = ["PROGRESS", "Progress", "Write", "digest_of", "write_digested"]
 
 Write = Callable[[IO[bytes]], object]  # writes the content of a file
 
-_PIECE = 1 << 18  # bytes that are read at a time
+_PIECE = 1 << 18  # bytes that are read at a time; a piece of this size is digested while it is written
 _BUFFER = 1 << 20  # bytes: torch writes small tensors, and the bytes between them, a few at a time
 
 
@@ -44,18 +45,19 @@ def write_digested(put: Callable[[ReadableBuffer], int | None], write: Write) ->
     Returns:
         The manifest's entry for the file: its size in bytes and its SHA-256.
     """
-    digesting = _Digesting(put)
-    file = io.BufferedWriter(digesting, _BUFFER)
-    try:
-        write(file)
-        file.flush()
-    except Exception as error:
-        # torch reports a failed write as "unexpected pos"
-        if digesting.failure is not None and error is not digesting.failure:
-            raise digesting.failure from None
-        raise
-    finally:
-        digesting.close()  # after a failed write, what is left in the buffer must not be written
+    with ThreadPoolExecutor(1, "checkpoint digest") as beside:
+        digesting = _Digesting(put, beside)
+        file = io.BufferedWriter(digesting, _BUFFER)
+        try:
+            write(file)
+            file.flush()
+        except Exception as error:
+            # torch reports a failed write as "unexpected pos"
+            if digesting.failure is not None and error is not digesting.failure:
+                raise digesting.failure from None
+            raise
+        finally:
+            digesting.close()  # after a failed write, what is left in the buffer must not be written
     return {"bytes": digesting.size, "sha256": digesting.digest.hexdigest()}
 
 
@@ -69,22 +71,35 @@ def digest_of(file: IO[bytes]) -> str:
 
 
 class _Digesting(io.RawIOBase):
-    def __init__(self, put: Callable[[ReadableBuffer], int | None]) -> None:
+    def __init__(self, put: Callable[[ReadableBuffer], int | None], beside: Executor) -> None:
         self.put, self.size, self.digest = put, 0, hashlib.sha256()
         self.failure: OSError | None = None
+        self._beside = beside
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data).cast("B")
+        hashing = self._beside.submit(self.digest.update, view) if view.nbytes >= _PIECE else None
         try:
-            count = self.put(view)
+            written = self._put_all(view)
         except OSError as error:
             self.failure = error
             raise
-        written = view.nbytes if count is None else count
-        self.digest.update(view[:written])
+        finally:
+            if hashing is not None:  # the memory may change after this call
+                hashing.result()
+        if hashing is None:
+            self.digest.update(view)
         PROGRESS.pieces += 1
         self.size += written
+        return written
+
+    def _put_all(self, view: memoryview) -> int:
+        """Write every byte: a system may write fewer at a time."""
+        written = 0
+        while written < view.nbytes:
+            count = self.put(view[written:] if written else view)
+            written = view.nbytes if count is None else written + count
         return written

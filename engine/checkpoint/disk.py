@@ -11,17 +11,22 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from pulsetrain.engine.checkpoint.digests import Write, write_digested
 from pulsetrain.engine.checkpoint.manifest import MANIFEST, FileEntry
 from pulsetrain.engine.logs import get_logger
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 __all__ = ["Disk", "sync", "write_file"]
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _reported: set[int] = set()  # file systems that cannot sync folders
+_SYNCED = 1 << 26  # bytes that are written before they are synced
 _PARTIAL = ".partial-"  # prefix of names that readers ignore: half-written or half-deleted
 
 
@@ -138,11 +143,40 @@ def write_file(path: Path, write: Write) -> FileEntry:
     """Write and sync a file under a name that no reader uses yet; returns its size and digest."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        written = write_digested(lambda data: os.write(descriptor, data), write)
-        os.fsync(descriptor)
+        with ThreadPoolExecutor(1, "checkpoint sync") as beside:
+            file = _SyncedEarly(descriptor, beside)
+            written = write_digested(file.write, write)
+            file.finish()
     finally:
         os.close(descriptor)
     return written
+
+
+class _SyncedEarly:
+    """Writes a file whose first parts are synced while the next ones are written: less is left for the last sync."""
+
+    def __init__(self, descriptor: int, beside: Executor) -> None:
+        self._descriptor, self._beside = descriptor, beside
+        self._unsynced = 0  # bytes
+        self._syncing: Future[None] | None = None
+
+    def write(self, data: ReadableBuffer) -> int:
+        count = os.write(self._descriptor, data)
+        self._unsynced += count
+        if self._unsynced >= _SYNCED and (self._syncing is None or self._syncing.done()):
+            self._check()
+            self._unsynced = 0
+            self._syncing = self._beside.submit(os.fsync, self._descriptor)
+        return count
+
+    def finish(self) -> None:
+        """Sync the rest."""
+        self._check()
+        os.fsync(self._descriptor)
+
+    def _check(self) -> None:
+        if self._syncing is not None:
+            self._syncing.result()  # the system reports a failed sync once, and then forgets it
 
 
 def sync(path: Path) -> None:

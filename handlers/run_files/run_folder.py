@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pulsetrain.engine.checkpoint import location_of
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
 
 __all__ = ["local_folder", "make_folder", "replace_file", "writing"]
@@ -28,6 +27,8 @@ def local_folder(place: str, folder: str | os.PathLike[str]) -> Path:
     >>> local_folder("Plots", "runs/a").as_posix()
     'runs/a'
     """
+    from pulsetrain.engine.checkpoint import location_of  # imports torch, which the process that draws does without
+
     text = os.fspath(folder)
     if "://" in text and not text.startswith("file://"):
         rule = "is a URL, and these files are written on this machine alone; give a path. Checkpoints may be at a URL"
