@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sized
 from itertools import chain
 from typing import Any, Self, TextIO, cast
 
 from pulsetrain.engine import Engine, Event, Events, OnError, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.backends.module_view import reading_once
+from pulsetrain.engine.durations import duration
 from pulsetrain.engine.events.subscription import FIRST, LAST
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.optimizers import describe_optimizer
@@ -48,7 +48,7 @@ class RunSummary(Handler):
         self.ending = ending
         self._given_stream = stream
         self._on_error = on_error
-        self._started = 0.0
+        self._started = 0  # nanoseconds, as the events have them: the report of the run names the same time
         self._first = 0  # iterations before this start
 
     def attach(self, engine: Engine) -> Self:
@@ -65,8 +65,8 @@ class RunSummary(Handler):
             subscribe(ends, self._on_end, phase=Phase.PERSIST, order=LAST, on_error=self._on_error)
         return self
 
-    def _on_started(self, engine: Engine) -> None:
-        self._started, self._first = time.monotonic(), engine.state.iteration
+    def _on_started(self, engine: Engine, event: Event) -> None:
+        self._started, self._first = event.time_ns, engine.state.iteration
         folder = _run_folder(engine) if self.ending else ""
         self._write(chain(_beginning(engine), [f"Run folder: {folder}"] if folder else []))
 
@@ -74,14 +74,14 @@ class RunSummary(Handler):
         if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
             return  # COMPLETED follows, perhaps after a last validation
         if self.ending and not cast(TrainingRun, engine).is_rewinding:
-            self._write(self._end(engine))
+            self._write(self._end(engine, event))
 
-    def _end(self, engine: Engine) -> Iterator[str]:
+    def _end(self, engine: Engine, event: Event) -> Iterator[str]:
         state = engine.state
-        seconds = time.monotonic() - self._started
+        took = duration(max(0, event.time_ns - self._started) / 1e9)  # the clock may have been set back
         why = f": {state.stop_reason}" if state.stop_reason else ""
         trained = state.iteration - self._first
-        yield f"Ended after {state.iteration:,} iterations ({trained:,} in {_duration(seconds)}){why}."
+        yield f"Ended after {state.iteration:,} iterations ({trained:,} in {took}){why}."
         values = list(_values(engine))[:_VALUES]
         if values:
             yield f"{', '.join(values)}."
@@ -170,15 +170,3 @@ def _samples(loader: object) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def _duration(seconds: float) -> str:
-    """Seconds as people write them.
-
-    >>> _duration(4.2), _duration(130), _duration(7300)
-    ('4.2 s', '2 min 10 s', '2 h 1 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -100,13 +100,18 @@ def figure_of(runs: Sequence[ReportedRun]) -> Plotly:
             layout[f"yaxis{number + 2}"]["exponentformat"] = "SI"
         annotations.append(_heading(name, UNITS.get(name.partition(",")[0], ""), left, vertical[1]))
         shapes += _forks(runs, x, y)
+        drawn: set[float] = set()
         for run in runs:
             if name in run.record.curves:
                 found = list(_curve(run, name, limit, reach))
+                drawn |= {*found[0]["y"]}
                 for role, trace in enumerate(found):
                     look = _look(role, chosen) if len(found) > 1 else {}
                     traces.append({**trace, **look, "xaxis": x, "yaxis": y})
                     roles.append(role if look else None)
+        if len(drawn) == 1 and (value := drawn.pop()):  # else its axis is from -1 to 1 however small it is
+            low, high = sorted((0.9 * value, 1.1 * value))
+            layout[f"yaxis{number + 2}"]["autorangeoptions"] = {"clipmin": low, "clipmax": high}
     layout["shapes"], layout["annotations"] = shapes, annotations
     if names:
         layout["updatemenus"] = _menus(roles, len(names), chosen)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from pulsetrain.engine.durations import duration
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.recording.diff.result import describe_event
 from pulsetrain.engine.recording.log.records import Json
@@ -214,9 +215,4 @@ def _heads(runs: Sequence[ReportedRun]) -> str:
 def _duration(times: tuple[int, int]) -> str:
     if times[1] < times[0]:
         return "unknown: the system clock was set back"
-    minutes, seconds = divmod(round((times[1] - times[0]) / 1e9), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
-    first = next((index for index, (number, _) in enumerate(parts) if number), 3)
-    return " ".join(f"{number} {unit}" for number, unit in parts[first : first + 2])
+    return duration((times[1] - times[0]) / 1e9)

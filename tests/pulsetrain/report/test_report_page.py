@@ -104,6 +104,18 @@ class TestPage:
         lines = [shape for shape in figure["layout"]["shapes"] if shape["type"] == "line"]
         assert {line["x0"] for line in lines} == {8}
 
+    @pytest.mark.parametrize("rate", [0.001, -2.0])
+    def test_the_axis_of_a_constant_is_near_its_value(self, rate, tmp_path):
+        run = Run(tmp_path / "a")
+        for iteration in range(1, 4):
+            run.step(iteration, 3.0 / iteration, (rate,))
+        layout = figure_of([reported(run.end())])["layout"]
+        axes = [axis for name, axis in layout.items() if name.startswith("yaxis")]
+        limits = [axis["autorangeoptions"] for axis in axes if "autorangeoptions" in axis]
+        near = {"clipmin": pytest.approx(rate - 0.1 * abs(rate)), "clipmax": pytest.approx(rate + 0.1 * abs(rate))}
+        assert near in limits
+        assert len(limits) == 2  # the gradient norm is a constant as well
+
     def test_the_run_is_not_changed(self, tmp_path):
         folder = small_run(tmp_path / "run")
 
