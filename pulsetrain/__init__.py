@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pulsetrain.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from pulsetrain.adapters.hugging_face_arguments import from_huggingface as from_huggingface
     from pulsetrain.config import TrainingConfig as TrainingConfig
     from pulsetrain.configuration.trained_model import load as load
     from pulsetrain.engine import (
@@ -47,6 +48,7 @@ else:  # which type checkers do not see: to them, an unknown name is an error
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "pulsetrain.adapters.hugging_face_arguments": ("from_huggingface",),
             "pulsetrain.config": ("TrainingConfig",),
             "pulsetrain.configuration.trained_model": ("load",),
             "pulsetrain.engine": (
