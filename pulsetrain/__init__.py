@@ -11,6 +11,7 @@ from pulsetrain.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from pulsetrain.adapters.hugging_face_arguments import from_huggingface as from_huggingface
+    from pulsetrain.adapters.lightning_module import from_lightning as from_lightning
     from pulsetrain.config import TrainingConfig as TrainingConfig
     from pulsetrain.configuration.trained_model import load as load
     from pulsetrain.engine import (
@@ -49,6 +50,7 @@ else:  # which type checkers do not see: to them, an unknown name is an error
         __name__,
         {
             "pulsetrain.adapters.hugging_face_arguments": ("from_huggingface",),
+            "pulsetrain.adapters.lightning_module": ("from_lightning",),
             "pulsetrain.config": ("TrainingConfig",),
             "pulsetrain.configuration.trained_model": ("load",),
             "pulsetrain.engine": (
