@@ -65,9 +65,6 @@ class ModuleLog:
         self._set: dict[str, _Reduced] = {}  # of the evaluation
         self._metrics: dict[str, dict[str, Any]] = {"train": {}, "evaluate": {}}  # torchmetrics' objects
 
-    def __deepcopy__(self, memo: object) -> ModuleLog:
-        return self  # a copy of the module logs to the same place
-
     def log(
         self,
         name: str,
@@ -136,19 +133,29 @@ class ModuleLog:
         """What the evaluation has logged, by names without "val_"."""
         found = {name: each.compute() for name, each in self._set.items()} | _computed(self._metrics["evaluate"])
         self._set.clear()
-        self.latest |= found
+        self.latest.update(found)
         return {set_name_left_out(name): value for name, value in found.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch's values so far."""
-        return {name: [each.reduction, each.total, each.weight] for name, each in self._epoch.items()}
+    def state_dict(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The epoch's values so far, and the paths of the metrics that were logged for it.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        Args:
+            metrics: those of the module by path.
+        """
+        paths = {id(metric): path for path, metric in metrics.items()}
+        logged = {name: paths.get(id(metric), "") for name, metric in self._metrics["train"].items()}
+        values = {name: [each.reduction, each.total, each.weight] for name, each in self._epoch.items()}
+        return {"values": values, "metrics": logged, "latest": dict(self.latest)}
+
+    def load_state_dict(self, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """Continue with the saved values."""
         self._epoch.clear()
-        for name, (reduction, total, weight) in state.items():
+        for name, (reduction, total, weight) in state["values"].items():
             self._epoch[name] = _Reduced(reduction)
             self._epoch[name].total, self._epoch[name].weight = total, weight
+        self._metrics["train"] = {name: metrics[path] for name, path in state["metrics"].items() if path in metrics}
+        self.latest.clear()
+        self.latest.update(state["latest"])
 
 
 def _is_metric(value: object) -> bool:

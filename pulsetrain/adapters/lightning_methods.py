@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ from pulsetrain.adapters.lightning_steps import ModuleHooks
 from pulsetrain.adapters.lightning_view import ModuleView
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["ModuleMethods", "OptimizerView"]
+__all__ = ["ModuleMethods", "OptimizerView", "put_methods_into"]
 
 
 class OptimizerView:
@@ -46,17 +47,11 @@ class ModuleMethods:
         self._module, self._view, self._hooks = module, view, hooks
         self._required: dict[nn.Parameter, bool] = {}  # before an optimizer was toggled
 
-    def put_into(self, module: nn.Module) -> None:
-        """Let these methods replace the module's own; a copy of the module has the same ones."""
-        log = self._hooks.log
-        own = (
-            self.optimizers, self.lr_schedulers, self.manual_backward, self.toggle_optimizer, self.untoggle_optimizer,
-            self.clip_gradients, log.log, log.log_dict,
-        )  # fmt: skip
-        vars(module).update({method.__name__: method for method in own})
+    def log(self, *arguments: Any, **options: Any) -> None:
+        self._hooks.log.log(*arguments, **options)
 
-    def __deepcopy__(self, memo: object) -> ModuleMethods:
-        return self
+    def log_dict(self, *arguments: Any, **options: Any) -> None:
+        self._hooks.log.log_dict(*arguments, **options)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         made = self._view.made
@@ -99,3 +94,30 @@ class ModuleMethods:
         else:
             rule = "choose 'norm' or 'value'"
             raise ConfigurationError(rule, "clip_gradients", gradient_clip_algorithm=gradient_clip_algorithm)
+
+
+def put_methods_into(module: nn.Module) -> None:
+    """Let the methods of the module, and of LightningModules in it, be those of its trainer where that is ours."""
+    for each in module.modules():
+        if any(kind.__name__ == "LightningModule" for kind in type(each).__mro__):
+            vars(each).update({name: types.MethodType(method, each) for name, method in _DELEGATES.items()})
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(module: Any, *arguments: Any, **options: Any) -> Any:
+        view = module.trainer
+        if isinstance(view, ModuleView):
+            return getattr(view.methods, name)(*arguments, **options)
+        return getattr(type(module), name)(module, *arguments, **options)  # Lightning's own trainer has it now
+
+    method.__name__ = name
+    return method
+
+
+_DELEGATES = {
+    name: _delegate(name)
+    for name in (
+        "log", "log_dict", "optimizers", "lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer",
+        "clip_gradients",
+    )
+}  # fmt: skip

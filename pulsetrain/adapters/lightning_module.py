@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pulsetrain.adapters.lightning_checks import PLACE, check_config, check_module, overrides
-from pulsetrain.adapters.lightning_methods import ModuleMethods
+from pulsetrain.adapters.lightning_methods import ModuleMethods, put_methods_into
 from pulsetrain.adapters.lightning_optimizers import configured
 from pulsetrain.adapters.lightning_steps import ModuleHooks, ModuleStrategy, StepCall, redirect_forward
 from pulsetrain.adapters.lightning_view import ModuleView
@@ -97,11 +97,12 @@ def from_lightning(
     for name in ("strategy", "optimizer", "metrics", "model", "backend"):
         if name in options:
             raise ConfigurationError("is decided by the module; leave it out", PLACE, **{name: ...})
-    view = ModuleView(module, config, batches)
+    view = ModuleView(config, batches)
     hooks = ModuleHooks(module, view, manual=manual)
     redirect_forward(module)
     module.trainer = view
-    ModuleMethods(module, view, hooks).put_into(module)
+    view.methods, view.logged = ModuleMethods(module, view, hooks), hooks.log.latest
+    put_methods_into(module)
     _call_setup(module)
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -103,7 +103,7 @@ class ModuleHooks(Handler):
         self.schedulers: list[ModuleScheduler] = []
         self.log = ModuleLog(self._report)
         self._run: Any = None
-        self._set_batches = 0  # of the evaluation so far
+        self._set_batches, self._kind = 0, "validation"  # of the evaluation: batches so far, "validation" or "test"
         self.losses: list[Tensor] = []  # that the current batch has differentiated by hand
 
     def __deepcopy__(self, memo: object) -> ModuleHooks:
@@ -135,24 +135,31 @@ class ModuleHooks(Handler):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the schedulers, and what was logged for the epoch so far."""
+        """The states of the schedulers and of torchmetrics' metrics, and what was logged for the epoch so far."""
         states = [dict(each.scheduler.state_dict()) for each in self.schedulers]
-        return {"schedulers": states, "log": self.log.state_dict()}
+        metrics = {path: dict(each.metric_state) for path, each in self._metrics().items()}
+        return {"schedulers": states, "log": self.log.state_dict(self._metrics()), "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for each, saved in zip(self.schedulers, state["schedulers"], strict=True):
             each.scheduler.load_state_dict(dict(saved))
-        self.log.load_state_dict(state["log"])
+        metrics = self._metrics()
+        for path, values in state["metrics"].items():
+            for name, value in values.items():
+                setattr(metrics[path], name, value)
+        self.log.load_state_dict(state["log"], metrics)
         self._updates = self._run.state.update
+
+    def _metrics(self) -> dict[str, Any]:
+        """Metrics of torchmetrics that are modules of the module, by path: what they hold is not in its state."""
+        return {path: each for path, each in self._module.named_modules() if hasattr(each, "metric_state")}
 
     def current(self) -> tuple[str, int]:
         """The stage of the step that comes next, "" for training, and its batch's number."""
         if self.log.stage != "evaluate":
             return "", batch_number(self._run)
         self._set_batches += 1
-        name = self._run.evaluator.set_name
-        tests = name not in self._run.val_loaders and name != "val" and overrides(self._module, "test_step")
-        return "test_step" if tests else "validation_step", self._set_batches - 1
+        return self._kind + "_step", self._set_batches - 1
 
     def step(self, module: Any, call: StepCall) -> Any:
         """Make the module's step."""
@@ -179,15 +186,18 @@ class ModuleHooks(Handler):
     def _evaluating(self) -> Iterator[None]:
         """Around an evaluation."""
         self.log.stage, self._set_batches = "evaluate", 0
+        name = self._run.evaluator.set_name
+        tests = name not in (None, "val") and overrides(self._module, "test_step")
+        self._kind = "test" if tests else "validation"
         self.log.begin_set()
-        self._call("on_validation_epoch_start")
+        self._call(f"on_{self._kind}_epoch_start")
         try:
             yield
         finally:
             self.log.stage = ""
 
     def _on_set_completed(self, evaluator: Engine) -> None:
-        self._call("on_validation_epoch_end")
+        self._call(f"on_{self._kind}_epoch_end")
         evaluator.state.metrics.update({k: v for k, v in self.log.end_set().items() if k != "loss"})
 
     def _call(self, hook: str, *arguments: Any) -> None:

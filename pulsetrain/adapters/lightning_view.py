@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ class ModuleView(TrainerView):
 
     sanity_checking = False
 
-    def __init__(self, module: Any, config: TrainingConfig, batches: int | None) -> None:
+    def __init__(self, config: TrainingConfig, batches: int | None) -> None:
         super().__init__(None, [], "from_lightning")
-        self._module, self._config, self._batches = module, config, batches
+        self._config, self._batches = config, batches
         self.made: list[Optimizer] = []  # in the module's order
+        self.methods: Any = None  # what the module's methods about its trainer do
+        self.logged: Mapping[str, float] = {}  # the latest values by the module's names
         self.updating = False  # whether an update is about to be made, which the run counts already
 
     def __deepcopy__(self, memo: object) -> ModuleView:
@@ -72,7 +75,6 @@ class ModuleView(TrainerView):
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         found = {} if self._run is None else super().callback_metrics
-        logged = self._module.__dict__["log"].__self__.latest
-        return {**found, **{name: torch.as_tensor(value) for name, value in logged.items()}}
+        return {**found, **{name: torch.as_tensor(value) for name, value in self.logged.items()}}
 
     training = True

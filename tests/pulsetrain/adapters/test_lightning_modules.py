@@ -274,3 +274,57 @@ def test_events_of_updates_name_the_optimizer():
     trainer.on(Events.OPTIMIZER_STEP_COMPLETED)(lambda engine, event: names.append(event.payload.optimizer))
     trainer.train()
     assert names == ["0", "1"] * BATCHES
+
+
+class Nested(Metrics):
+    """Logs from a module inside of it, has dropout, tests, and logs a metric over the training epoch."""
+
+    class Part(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.log("mean_input", inputs.mean(), on_step=True, on_epoch=True)
+            return nn.functional.dropout(inputs, 0.3, self.training)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.of_training = self.Part(), copy.deepcopy(self.accuracy)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.layers(self.part(inputs))
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.of_training(self(batch[0]), batch[1])
+        self.log("train_acc", self.of_training, on_step=False, on_epoch=True)
+        return {"loss": super().training_step(batch, batch_idx)}
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"test_loss": 0.25, "test_batch": float(batch_idx)})
+
+
+def test_a_run_that_was_stopped_in_an_epoch_continues_exactly_with_what_was_logged(tmp_path: Path):
+    def run(folder: str, stop: int | None = None) -> Trainer:
+        config = TrainingConfig(max_epochs=3, device="cpu", progress=False, seed=0, log_every_n_steps=2)
+        saver = Checkpointer(tmp_path / folder, every=Every(iterations=1))
+        trainer = from_lightning(Nested(), loader(), loader(2, 3), config=config, handlers=[saver])
+        if stop is not None:
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda engine: engine.terminate())
+        trainer.train(resume="latest")
+        return trainer
+
+    whole = run("whole")
+    assert run("stopped", BATCHES + 3).state.iteration == BATCHES + 3
+    resumed = run("stopped")
+    assert resumed.history.get_history() == whole.history.get_history()
+    assert {"train_acc", "mean_input_step", "mean_input_epoch"} <= whole.history.get_history().keys()
+    assert all(torch.equal(value, resumed.model.state_dict()[name]) for name, value in whole.model.state_dict().items())
+    assert whole.test(loader(3, 2)) == {"test/loss": 0.25, "test/batch": 0.5}
+
+
+def test_the_module_can_go_back_to_lightning(tmp_path: Path):
+    expected, found = Classifier("plateau"), Classifier("plateau")
+    theirs(expected, tmp_path)
+    theirs(expected, tmp_path)
+    ours(found)
+    other = theirs(found, tmp_path)
+    assert_same(found, expected)
+    assert "val_acc" in other.callback_metrics
