@@ -83,6 +83,8 @@ def from_lightning(
         train_loader = module.train_dataloader()
     if val_loader is None and overrides(module, "val_dataloader"):
         val_loader = module.val_dataloader()
+    if isinstance(val_loader, list) and len(val_loader) == 1 and _is_loader(val_loader[0]):
+        [val_loader] = val_loader
     if isinstance(val_loader, Mapping) or (isinstance(val_loader, list) and val_loader and _is_loader(val_loader[0])):
         rule = (
             "takes one validation set, since hooks are called once for each; call trainer.validate(loader) for others"

@@ -12,9 +12,9 @@ from torch.nn import functional
 BATCHES, ROWS = 6, 8
 
 
-def loader(seed: int = 1, batches: int = BATCHES) -> Any:
+def loader(seed: int = 1, batches: int = BATCHES, missing: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(batches * ROWS, 5, generator=generator)
+    inputs = torch.randn(batches * ROWS - missing, 5, generator=generator)
     targets = (inputs.sum(1) > 0).long() + (inputs[:, 0] > 1).long()
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=ROWS)
 

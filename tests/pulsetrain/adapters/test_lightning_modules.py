@@ -20,18 +20,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 EPOCHS = 4
 
 
-def theirs(module: Any, folder: Path, val: bool = True, **options: Any) -> Any:
+def theirs(module: Any, folder: Path, val: bool = True, missing: int = 0, **options: Any) -> Any:
     trainer = lightning.Trainer(
         max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder, **options,
     )  # fmt: skip
-    trainer.fit(module, loader(), loader(2, 3) if val else None)
+    trainer.fit(module, loader(missing=missing), loader(2, 3) if val else None)
     return trainer
 
 
-def ours(module: Any, val: bool = True, handlers: Any = (), **settings: Any) -> Trainer:
+def ours(module: Any, val: bool = True, handlers: Any = (), missing: int = 0, **settings: Any) -> Trainer:
     config = TrainingConfig(**{"max_epochs": EPOCHS, "device": "cpu", "progress": False, "seed": 0, **settings})
-    trainer = from_lightning(module, loader(), loader(2, 3) if val else None, config=config, handlers=handlers)
+    data = loader(missing=missing), loader(2, 3) if val else None
+    trainer = from_lightning(module, *data, config=config, handlers=handlers)
     trainer.train()
     return trainer
 
@@ -60,10 +61,13 @@ def test_a_classifier_trains_as_in_lightning_whatever_configure_optimizers_retur
     assert trainer.state.update == other.global_step == EPOCHS * BATCHES
 
 
-def test_accumulated_gradients_make_the_updates_of_lightning(tmp_path: Path):
+@pytest.mark.parametrize("missing", [0, 5])
+def test_accumulated_gradients_make_the_updates_of_lightning(missing: int, tmp_path: Path):
     expected, found = Classifier("by step"), Classifier("by step")
-    theirs(expected, tmp_path, accumulate_grad_batches=3)
-    trainer = ours(found, accumulate=3)
+    other = theirs(expected, tmp_path, missing=missing, accumulate_grad_batches=3)
+    trainer = ours(found, missing=missing, accumulate=3)
+    logged = float(other.callback_metrics["train_loss"])  # a mean over samples: the last batch may be smaller
+    assert float(trainer.state.metrics["train_loss"]) == pytest.approx(logged, abs=1e-6)
     assert trainer.state.update == EPOCHS * BATCHES // 3
     assert found.losses == pytest.approx(expected.losses, abs=1e-6)
     assert found.rates == pytest.approx(expected.rates, abs=1e-12)
@@ -243,6 +247,14 @@ class TestRefused:
             from_lightning(Classifier(), loader(), strategy="supervised")
         with pytest.raises(ConfigurationError, match="takes one validation set"):
             from_lightning(Classifier(), loader(), {"a": loader()})  # type: ignore[arg-type]
+
+    def test_a_step_by_hand_outside_of_manual_optimization(self):
+        class Both(Classifier):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.manual_backward(super().training_step(batch, batch_idx))
+
+        with pytest.raises(ConfigurationError, match="Both: manual_backward: set self.automatic_optimization = False"):
+            ours(Both())
 
     def test_a_step_that_returns_no_loss(self):
         class Nothing(Classifier):
