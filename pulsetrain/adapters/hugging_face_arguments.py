@@ -98,11 +98,12 @@ def from_huggingface(
 
 def _changed(arguments: Any) -> dict[str, Any]:
     """The fields that differ from their default, in plain values."""
-    # fills in what depends on the machine and on the device, too
-    usual = type(arguments)(output_dir=arguments.output_dir, use_cpu=arguments.use_cpu)
+    # fills in what depends on the machine, on the device and on compilation, too
+    same = {name: getattr(arguments, name) for name in ("output_dir", "use_cpu", "torch_compile")}
+    usual = type(arguments)(**same)
     fields = [field.name for field in dataclasses.fields(arguments)]
     changed = {name: _plain(getattr(arguments, name)) for name in fields}
-    changed = {name: value for name, value in changed.items() if value != _plain(getattr(usual, name))}
+    changed = {k: v for k, v in changed.items() if k in same or v != _plain(getattr(usual, k))}
     for name, value in changed.items():
         if name not in OF_THE_RUN and name not in ELSEWHERE and name not in REFUSED:
             rule = "is a field that from_huggingface does not know; leave it out, and set what it does by hand"

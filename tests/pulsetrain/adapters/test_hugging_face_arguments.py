@@ -133,6 +133,8 @@ def test_the_settings_have_their_values():
     assert (saving.run_dir, saving.save_every_n_epochs, saving.validate_every) == ("out", 1, Every(epochs=1))
     assert convert(num_train_epochs=2, warmup_steps=0.1, batches_per_epoch=25).warmup_steps == 5
     assert convert().validate_every is None
+    assert (convert(torch_compile=True).compile, convert().compile) == (True, False)
+    assert convert(bf16=True, use_cpu=True).precision == "bf16"
 
 
 def test_every_field_of_transformers_is_known():
@@ -153,6 +155,7 @@ def test_the_remedies_name_handlers_that_exist():
     ("fields", "message"),
     [
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1\): leave it out, and use a loss"),
+        ({"torch_compile_mode": "max-autotune"}, r"torch_compile_mode='max-autotune'\): leave it out, and call model"),
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0\): adds noise"),
         (
             {"optim": "adafactor"},

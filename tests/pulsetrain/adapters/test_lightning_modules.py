@@ -253,7 +253,7 @@ class TestRefused:
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 self.manual_backward(super().training_step(batch, batch_idx))
 
-        with pytest.raises(ConfigurationError, match="Both: manual_backward: set self.automatic_optimization = False"):
+        with pytest.raises(ConfigurationError, match=r"Both: manual_backward: set self.automatic_optimization = False"):
             ours(Both())
 
     def test_a_step_that_returns_no_loss(self):
