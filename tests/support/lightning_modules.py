@@ -102,9 +102,9 @@ class Adversarial(lightning.LightningModule):
         with second.toggle_model():
             fake = self.generator(real.flip(0)).detach()
             judged = compare(self.discriminator(real), ones) + compare(self.discriminator(fake), zeros)
-            second.zero_grad()
             self.manual_backward(judged)
             second.step()
+            second.zero_grad()  # afterwards: what the generator's loss had added would still be there
         self.losses += [loss.item(), judged.item()]
         self.log_dict({"g_loss": loss, "d_loss": judged})
         self.steps.append(self.global_step)

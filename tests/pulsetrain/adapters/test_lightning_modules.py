@@ -298,6 +298,7 @@ class Nested(Metrics):
 
     def __init__(self) -> None:
         super().__init__()
+        self.form = "by step"
         self.part, self.of_training = self.Part(), copy.deepcopy(self.accuracy)
 
     def forward(self, inputs: Tensor) -> Tensor:
