@@ -240,10 +240,22 @@ class TestRefused:
         with pytest.raises(ConfigurationError, match=message):
             from_lightning(Classifier(), loader(), config=TrainingConfig(**settings))
 
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"accumulate": 2}, r"accumulate=2\): has no effect on a module that makes its steps itself"),
+            ({"clip_grad_norm": 1.0}, r"clip_grad_norm=1.0\): has no effect in a Loop, whose body does that"),
+            ({"precision": "bf16"}, r"precision='bf16'\): has no effect in a Loop"),
+        ],
+    )
+    def test_settings_of_steps_that_the_module_makes(self, settings: Any, message: str):
+        with pytest.raises(ConfigurationError, match=message):
+            from_lightning(Adversarial(), loader(), config=TrainingConfig(**settings))
+
     def test_other_objects(self):
         with pytest.raises(ArgumentTypeError, match=r"module=Linear\): needs an object of a class that derives"):
             from_lightning(nn.Linear(1, 1), loader())
-        with pytest.raises(ConfigurationError, match=r"strategy=...|strategy\): is decided by the module"):
+        with pytest.raises(ConfigurationError, match=r"from_lightning\(strategy\): is decided by the module"):
             from_lightning(Classifier(), loader(), strategy="supervised")
         with pytest.raises(ConfigurationError, match="takes one validation set"):
             from_lightning(Classifier(), loader(), {"a": loader()})  # type: ignore[arg-type]
