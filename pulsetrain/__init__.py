@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from pulsetrain.engine.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from pulsetrain.adapters.hugging_face_arguments import from_huggingface as from_huggingface
+    from pulsetrain.adapters.lightning_module import from_lightning as from_lightning
     from pulsetrain.config import TrainingConfig as TrainingConfig
     from pulsetrain.configuration.trained_model import load as load
     from pulsetrain.engine import (
@@ -47,6 +49,8 @@ else:  # which type checkers do not see: to them, an unknown name is an error
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "pulsetrain.adapters.hugging_face_arguments": ("from_huggingface",),
+            "pulsetrain.adapters.lightning_module": ("from_lightning",),
             "pulsetrain.config": ("TrainingConfig",),
             "pulsetrain.configuration.trained_model": ("load",),
             "pulsetrain.engine": (

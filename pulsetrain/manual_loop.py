@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted, Terminated
+from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.gradients import grad_norm
 from pulsetrain.engine.step.protocols import TrainingResult
@@ -86,8 +89,9 @@ class Loop(Trainer):
         self._to_device = self.backend.to_device
         self._variables = {}
         self.output = None
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
+        for name, optimizer in parts_of(self.optimizer).items():
+            optimizer.register_step_pre_hook(partial(self._before_step, name))
+            optimizer.register_step_post_hook(partial(self._after_step, name))
 
     def batches(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> Iterator[Any]:
         """The batches, on the model's device, to the configured bound.
@@ -105,7 +109,7 @@ class Loop(Trainer):
         self._variables = variables_with_state(frame.f_back if frame is not None else None)
         del frame
         try:
-            self.train(resume, wait=wait)
+            super().train(resume, wait=wait)
             while self.awaits_step:
                 self.output = None
                 try:
@@ -142,17 +146,18 @@ class Loop(Trainer):
             output = TrainingResult(output)
         self.state.output = output
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, name: str, optimizer: Optimizer, *_: object) -> None:
         if not self.awaits_step:
             return
         norm = None
         if self.stepper.is_norm_wanted(self):
-            norm = grad_norm(list(self.model.parameters()))
-            self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
+            norm = grad_norm([each for group in optimizer.param_groups for each in group["params"]])
+            self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm, optimizer=name))  # counts the update
         else:
             self.state.update += 1
         self.stepper.note_update(rates_of(self.optimizer), norm)
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self, name: str, optimizer: Optimizer, *_: object) -> None:
         if self.awaits_step and self.hears(Events.OPTIMIZER_STEP_COMPLETED):
-            self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=self.learning_rates))
+            rates = self.learning_rates if not name else rates_of(optimizer)
+            self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates, optimizer=name))

@@ -1,11 +1,12 @@
-"""Run pytorch-ignite's own tests on our Engine, and report what passes on ignite's alone.
+"""Run pytorch-ignite's own tests and examples on our Engine, and report what passes on ignite's alone.
 
-    python tests/ignite_suite.py                     # fetches the sources of the installed version; about 4 minutes
+    python tests/ignite_suite.py                     # fetches the sources of the installed version; about 7 minutes
     python tests/ignite_suite.py --sources FOLDER    # an unpacked copy of them
 
 The tests of the engine and of the handlers named below run three times: on plain ignite, with its Engine replaced by
-ours, and with its Events and EventEnum replaced as well. Exit status 1: a test that passes on ignite's Engine fails on
-ours and is not among DIFFERENCES.
+ours, and with its Events and EventEnum replaced as well. Its example scripts run as they are and with our imports, see
+ignite_examples.py. Exit status 1: a test that passes on ignite's Engine fails on ours and is not among DIFFERENCES, or
+an example prints something else.
 """
 
 from __future__ import annotations
@@ -149,8 +150,10 @@ def main() -> int:
                 )
             if any(test for test in lost if test.split("::")[-1].split("[")[0] not in DIFFERENCES):
                 print((folder / f"{mode}.log").read_text()[-8000:])
-        print(f"{unexplained} tests pass on ignite's Engine and fail on ours without an explanation")
-    return int(unexplained > 0)
+        print(f"{unexplained} tests pass on ignite's Engine and fail on ours without an explanation", flush=True)
+        command = [sys.executable, str(REPOSITORY / "tests" / "ignite_examples.py"), str(sources / "examples")]
+        examples = subprocess.run(command, check=False)
+    return int(unexplained > 0 or examples.returncode > 0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pulsetrain
 from pulsetrain import handlers
 from pulsetrain.engine import schedules
 from tests.support import programs
@@ -154,3 +155,33 @@ def test_each_strategy_of_the_guide_takes_fewer_than_30_lines():
     strategies = {"Contrastive", "Diffusion", "EvidenceBound", "Distillation", "DecayEquation", "after_adapting"}
     assert strategies <= sizes.keys()
     assert {name: size for name, size in sizes.items() if size >= 30} == {}
+
+
+COMING_FROM = {
+    path.stem.removeprefix("coming_from_"): path.read_text()
+    for path in sorted((Path(__file__).parent.parent / "docs").glob("coming_from_*.md"))
+}
+NEEDED = {"lightning": "lightning", "transformers": "accelerate"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", COMING_FROM)
+def test_the_python_about_another_framework_runs_and_its_assertions_hold(framework: str, tmp_path: Path):
+    if framework in NEEDED:
+        pytest.importorskip(NEEDED[framework], reason=f"{NEEDED[framework]} is not installed")
+    blocks = re.findall(r"```python\n(.*?)```", COMING_FROM[framework], flags=re.DOTALL)
+    assert len(blocks) >= 2
+    assert "\nassert " in blocks[-1] or "assert_close" in blocks[-1]
+    run("\n".join(blocks), tmp_path)
+
+
+def test_the_names_that_other_frameworks_are_compared_with_exist():
+    rows = [row.split("|") for page in COMING_FROM.values() for row in page.splitlines() if row.startswith("|")]
+    named = {name for row in rows for name in re.findall(r"`([A-Z]\w+)\(?", row[2])}
+    assert len(named) > 15
+    assert named <= {*handlers.__all__, *pulsetrain.__all__, "Topology", "DataLoader"}
+
+
+def test_the_index_of_other_frameworks_leaves_none_out():
+    index = (Path(__file__).parent.parent / "docs" / "coming_from.md").read_text()
+    assert sorted(re.findall(r"\(coming_from_(\w+)\.md\)", index)) == sorted(COMING_FROM)

@@ -11,7 +11,7 @@ from ignite.engine.events import EventsList
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.dispatch import Dispatcher
 from pulsetrain.engine.events.handler_signature import Handler
-from pulsetrain.engine.events.ignite import Handle, HandlerTable, calls, wrapped
+from pulsetrain.engine.events.ignite import Handle, HandlerTable, calls, reading_loss, wrapped
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.events.subscription import OnError, Options, Phase
 
@@ -80,6 +80,7 @@ class EngineEvents(Dispatcher):
             if event_filter is not None:
                 self.require_counter(event)
             resolved.append((found, event_filter))
+        reading_loss(handler)
         subscriptions = []
         with ExitStack() as undo:  # all of them are connected, or none
             for event, passes in resolved:

@@ -18,7 +18,9 @@ from pulsetrain.engine.events.handler_signature import STANDARD, Handler, Handle
 from pulsetrain.engine.events.names import EventLike, Events, identify
 from pulsetrain.engine.events.subscription import Phase, Signal, Subscription
 
-__all__ = ["Handle", "HandlerTable", "arguments_of", "calls", "payload_of", "signatures_of", "wrapped"]
+__all__ = [
+    "Handle", "HandlerTable", "arguments_of", "calls", "payload_of", "reading_loss", "signatures_of", "wrapped",
+]  # fmt: skip
 
 # The payload's field that ignite passes to handlers of these events, and whether it does so by keyword.
 _PASSED = {Events.EXCEPTION_RAISED.key: ("error", False), Events.TERMINATE_SINGLE_EPOCH.key: ("iter_counter", True)}
@@ -58,6 +60,33 @@ def payload_of(event: EventLike, args: tuple[object, ...], kwargs: Mapping[str, 
     if payload_type is None:
         raise TypeError(f"{event}: carries no payload, but was fired with {values}")
     return payload_type(**{next(iter(payload_type.__dataclass_fields__)): values[0]})
+
+
+def reading_loss(handler: Handler) -> None:
+    """Let a metric of one number, such as RunningAverage, read the loss of outputs that are mappings with a "loss".
+
+    A Trainer's outputs are such mappings. Ignite's metrics of one number raise a TypeError for any mapping.
+
+    Args:
+        handler: any; it concerns the `iteration_completed` of a metric whose `required_output_keys` are None.
+    """
+    metric = getattr(handler, "__self__", None)
+    if metric is None or getattr(metric, "required_output_keys", ()) is not None:
+        return
+    transform = getattr(metric, "_output_transform", None)
+    if callable(transform) and not isinstance(transform, _LossOfMapping):
+        metric._output_transform = _LossOfMapping(transform)
+
+
+class _LossOfMapping:
+    """An output_transform whose result, if it is a mapping with a "loss", is replaced by that loss."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, output: Any) -> Any:
+        found = self.transform(output)
+        return found["loss"] if isinstance(found, Mapping) and "loss" in found else found
 
 
 class Handle(RemovableEventHandle):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Self, cast
-
-import torch
-from torch import Tensor
+from typing import Any, Self, cast
 
 from pulsetrain.engine import Engine, Event, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.handlers.adapters.lightning_trainer import TrainerView, batch_number
 from pulsetrain.handlers.attachment.attachment import Handler
 
 __all__ = ["LightningCallbacks"]
@@ -71,7 +69,7 @@ class LightningCallbacks(Handler):
                 rule = "needs objects with Lightning's hooks, such as on_train_epoch_end(trainer, pl_module)"
                 raise ArgumentTypeError(rule, "LightningCallbacks", callbacks=[each])
         self.callbacks = list(callbacks)
-        self._trainer: _Trainer | None = None  # as they see it
+        self._trainer: TrainerView | None = None  # as they see it
 
     def attach(self, engine: Engine) -> Self:
         """Call the callbacks at the events of the trainer, in phase ACT; loggers see what they decide.
@@ -81,7 +79,7 @@ class LightningCallbacks(Handler):
         """
         if not is_training_run(engine):
             raise TypeError(f"LightningCallbacks.attach({type(engine).__name__}): needs a Trainer")
-        self._trainer = _Trainer(engine, self.callbacks)
+        self._trainer = TrainerView(engine, self.callbacks)
         hooks: list[tuple[Any, tuple[str, ...]]] = [
             (Events.STARTED, ("on_fit_start", "on_train_start")),
             (Events.EPOCH_STARTED, ("on_train_epoch_start",)),
@@ -132,7 +130,7 @@ class LightningCallbacks(Handler):
         return receive
 
     def _on_batch_start(self, engine: Engine) -> None:
-        self._call("on_train_batch_start", engine, engine.state.batch, _number(engine))
+        self._call("on_train_batch_start", engine, engine.state.batch, batch_number(engine))
 
     def _on_gradients(self, engine: Engine) -> None:
         self._call("on_before_optimizer_step", engine, cast(TrainingRun, engine).optimizer)
@@ -140,118 +138,10 @@ class LightningCallbacks(Handler):
     def _on_batch_end(self, engine: Engine) -> None:
         output = engine.state.output
         outputs = dict(output) if isinstance(output, Mapping) else output
-        self._call("on_train_batch_end", engine, outputs, engine.state.batch, _number(engine))
+        self._call("on_train_batch_end", engine, outputs, engine.state.batch, batch_number(engine))
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
         self._call("on_exception", engine, event.payload.error)
-
-
-class _Trainer:
-    """What callbacks see of the run."""
-
-    fast_dev_run = sanity_checking = False
-    num_sanity_val_steps = 0
-
-    def __init__(self, run: Any, callbacks: Sequence[Any]) -> None:
-        self._run, self.callbacks = run, list(callbacks)
-
-    @property
-    def current_epoch(self) -> int:
-        return max(int(self._run.state.epoch) - 1, 0)
-
-    @property
-    def global_step(self) -> int:
-        return int(self._run.state.update)
-
-    @property
-    def max_epochs(self) -> int | None:
-        epochs: int | None = self._run.state.max_epochs
-        return epochs
-
-    @property
-    def max_steps(self) -> int:
-        return self._run.length.total_updates or -1
-
-    estimated_stepping_batches = max_steps
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        history = {name: values[-1] for name, values in self._run.history.get_history().items() if values}
-        found = {**history, **{k: v for k, v in self._run.state.metrics.items() if isinstance(v, int | float | Tensor)}}
-        both = {**found, **{name.replace("/", "_"): value for name, value in found.items()}}
-        return {name: torch.as_tensor(value) for name, value in both.items()}
-
-    logged_metrics = progress_bar_metrics = callback_metrics
-
-    @property
-    def should_stop(self) -> bool:
-        return bool(self._run.should_terminate)
-
-    @should_stop.setter
-    def should_stop(self, value: object) -> None:
-        if value and not self._run.should_terminate:
-            self._run.terminate(reason="a callback has set trainer.should_stop")
-
-    @property
-    def lightning_module(self) -> Any:
-        return self._run.model
-
-    model = lightning_module
-
-    @property
-    def optimizers(self) -> list[Any]:
-        return [self._run.optimizer]
-
-    @property
-    def train_dataloader(self) -> Any:
-        return self._run.train_loader
-
-    @property
-    def val_dataloaders(self) -> list[Any]:
-        return list(self._run.val_loaders.values())
-
-    @property
-    def loggers(self) -> list[Any]:
-        return []
-
-    logger = None
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @property
-    def global_rank(self) -> int:
-        return int(self._run.agreement.control.ranks.rank)
-
-    @property
-    def world_size(self) -> int:
-        return int(self._run.agreement.control.ranks.world_size)
-
-    @property
-    def state(self) -> Any:
-        from types import SimpleNamespace
-
-        return SimpleNamespace(fn="fit", stage="train")
-
-    @property
-    def strategy(self) -> Any:
-        return _Strategy()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"LightningCallbacks: a callback asks the trainer for {name!r}, which our runs do not have; write the "
-            "callback as a pulsetrain.Callback or a handler",
-            name=name,
-            obj=self,
-        )
-
-
-class _Strategy:
-    """What EarlyStopping asks of Lightning's strategy."""
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # as Lightning names it
-        return decision
 
 
 def _overrides(callback: Any, hook: str) -> bool:
@@ -259,10 +149,3 @@ def _overrides(callback: Any, hook: str) -> bool:
     method = getattr(type(callback), hook, None)
     base = next((kind for kind in type(callback).__mro__ if kind.__module__.endswith("callbacks.callback")), None)
     return callable(getattr(callback, hook, None)) and (base is None or method is not getattr(base, hook, None))
-
-
-def _number(engine: Engine) -> int:
-    """The batch's number in its epoch, from 0."""
-    length = engine.state.epoch_length
-    done: int = engine.state.iteration - 1
-    return done % length if length else done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from ignite.engine import Engine as IgniteEngine
 from ignite.engine import Events as IgniteEvents
+from ignite.metrics import Accuracy, RunningAverage
 from torch import nn
 
 
@@ -84,3 +85,10 @@ def test_ignite_asks_whether_a_run_is_done_by_a_static_method():
     assert not IgniteEngine._is_done(engine.state)
     engine.run([1, 2], max_epochs=1)
     assert IgniteEngine._is_done(engine.state)
+
+
+def test_a_metric_of_one_number_names_no_keys_and_keeps_its_transform():
+    metric = RunningAverage(output_transform=abs)
+    assert metric.required_output_keys is None
+    assert metric._output_transform is abs
+    assert Accuracy.required_output_keys == ("y_pred", "y")

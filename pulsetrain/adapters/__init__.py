@@ -1,0 +1,1 @@
+"""What other frameworks describe, as runs of ours: their settings and their modules."""
