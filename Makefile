@@ -22,7 +22,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu install install-dev lint types contracts pytest architecture coverage faults ignite-suite format bench perf-check clean FORCE
+.PHONY: help demo test test-slow test-gpu install install-dev lint types contracts pytest architecture coverage faults ignite-suite docs format bench perf-check clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +58,11 @@ test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmar
 test-gpu: $(VENV)/installed-dev ## the tests that need an NVIDIA GPU; the others do not see it
 	$(step) 'Tests on a GPU (pytest)'
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+docs: $(VENV)/installed-dev ## the documentation as a site, in build/site; warnings are errors
+	$(step) 'Documentation (mkdocs)'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo build/site/index.html
 
 architecture: $(VENV)/installed-dev ## draw docs/architecture.svg from the imports
 	@$(BIN)/python docs/draw_architecture.py

@@ -9,7 +9,7 @@ __all__ = ["KNOWN_WORDS", "Mode", "mode_of_words"]
 Mode = Literal["min", "max"]
 
 _LOWER = ("loss", "perplexity", "kl", "error", "mae", "mse", "rmse", "bits_per_byte")
-_HIGHER = ("accuracy", "f1", "precision", "recall", "auc", "iou", "bleu", "return", "reward")
+_HIGHER = ("accuracy", "acc", "f1", "precision", "recall", "auc", "iou", "bleu", "return", "reward")
 # next to a known word they turn its direction, or make another quantity of it
 _CHANGING = (
     "neg", "negative", "negated", "minus", "inv", "inverse", "inverted", "non", "not", "false", "drop", "gap", "delta",

@@ -41,13 +41,14 @@ def find_device(device: str | torch.device = "auto") -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
         return accelerator or torch.device("cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigurationError(f"no such device; {str(error).splitlines()[0]}", device=device) from None
     present = ["cpu"]
     if accelerator is not None:
         present += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        rule = f"no such device; this machine has {', '.join(present)}; or 'auto', the accelerator if there is one"
+        raise ConfigurationError(rule, device=device) from None
     if str(found) not in present and found.type != "meta":
         raise ConfigurationError(f"not on this machine, which has {', '.join(present)}; or 'auto'", device=str(device))
     return found
