@@ -6,6 +6,7 @@ import asyncio
 import math
 import mimetypes
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.log.predicate import predicate
@@ -27,6 +28,7 @@ from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
 from pulsetrain.serve.series import drawn
 from pulsetrain.serve.store import Series, Store, printable
+from pulsetrain.serve.threads import in_thread
 from pulsetrain.serve.whatif import early_stopping, loss_spikes
 
 __all__ = ["routes_of"]
@@ -38,6 +40,7 @@ _MOST_RUNS = 500  # in one request
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp"})
 _TEXTS = frozenset({".txt", ".log", ".csv", ".yaml", ".json", ".md"})
 _MOST_TEXT = 200_000  # characters of a file
+_JUDGED = ("EarlyStopping", "LossSpikeGuard")
 _PRIVATE = (".env", ".netrc")
 
 Answer = Callable[[Request], Any]
@@ -71,7 +74,9 @@ def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
 
     async def endpoint(request: Request) -> Response:
         try:
-            found = await asyncio.to_thread(answer, request)
+            found = await in_thread(answer, request)
+        except asyncio.CancelledError:  # the server ends
+            return Response(status_code=503)
         except PulsetrainError as error:
             return Response(_encoded({"error": str(error)}), 400, media_type="application/json")
         except OSError as error:
@@ -112,7 +117,10 @@ class _Api:
             else:
                 names |= dict.fromkeys(series.about.names)
                 validated |= dict.fromkeys([*series.about.validated, *series.about.rolled_out])
-        return {"names": list(names), "validated": list(validated), "pending": pending, "errors": errors}
+        gone = [run for run in _runs(request) if run not in self._store.runs]
+        return {
+            "names": list(names), "validated": list(validated), "pending": pending, "errors": errors, "gone": gone,
+        }  # fmt: skip
 
     def curves(self, request: Request) -> dict[str, Any]:
         """The points of one curve of some runs, between two places."""
@@ -175,10 +183,12 @@ class _Api:
     def whatif(self, request: Request) -> dict[str, Any]:
         """What a handler would have done in some runs."""
         asked, answers = request.query_params, dict[str, Any]()
+        if (handler := asked.get("handler", _JUDGED[0])) not in _JUDGED:
+            raise ConfigurationError(f"handler={handler!r}: is not judged here; choose {' or '.join(_JUDGED)}")
         for run, series in self._chosen(request):
             if series is None or isinstance(series, str):
                 answers[run] = {"error": series or "is being read"}
-            elif asked.get("handler") == "LossSpikeGuard":
+            elif handler == "LossSpikeGuard":
                 numbers = _number(request, "threshold"), _whole(request, "window", 100), _whole(request, "patience", 10)
                 answers[run] = loss_spikes(series, asked.get("metric", "loss"), numbers[0] or 10.0, *numbers[1:])
             else:
@@ -232,7 +242,12 @@ class _Api:
         ]  # fmt: skip
 
     def _chosen(self, request: Request) -> Sequence[tuple[str, Series | str | None]]:
-        return [(run, self._store.series(run)) for run in _runs(request)]
+        """The curves of the runs that are asked for, without those that were removed meanwhile."""
+        found = []
+        for run in _runs(request):
+            with suppress(RunFolderError):
+                found.append((run, self._store.series(run)))
+        return found
 
 
 def _runs(request: Request) -> list[str]:

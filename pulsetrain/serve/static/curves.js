@@ -31,6 +31,7 @@ export function curves(view, page) {
     }
     const found = await ask("names", { run: runs });
     if (closed) return;
+    page.forget(found.gone);
     const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : found.validated.includes(name) ? 3 : 4);
     names = found.names.sort((a, b) => rank(a) - rank(b));
     note.replaceChildren(...Object.entries(found.errors).map(([run, why]) => make("p", { class: "error" }, `${run}: ${why}`)));

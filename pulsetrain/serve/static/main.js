@@ -9,7 +9,7 @@ const VIEWS = { Curves: curves, Timeline: timeline, Events: events, Compare: com
 const SHOWN = 1000; // runs in the list
 const at = (id) => document.getElementById(id);
 
-const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0 };
+const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0, forget };
 
 function remembered() {
   const found = new URLSearchParams(location.hash.slice(1));
@@ -34,7 +34,7 @@ async function load() {
     page.columns = found.columns;
     at("root").textContent = found.root;
     sorting();
-    if (first) page.runs.slice(-8).forEach((run) => page.selected.add(run.id));
+    if (first) [...page.runs].sort((a, b) => (a.updated ?? 0) - (b.updated ?? 0)).slice(-8).forEach((run) => page.selected.add(run.id));
     page.runs.forEach((run) => page.known.add(run.id));
     list();
     if (first || !page.current) show();
@@ -101,8 +101,25 @@ function toggle(id, on) {
 
 const changed = soon(() => {
   remember();
-  page.current?.select([...page.selected]);
+  select();
 }, 80);
+
+// Gives the selected runs to the view, and says there what went wrong.
+async function select() {
+  const view = page.current;
+  try {
+    await view?.select([...page.selected]);
+    if (view === page.current) at("view-error").textContent = "";
+  } catch (error) {
+    if (view === page.current) at("view-error").textContent = error.message;
+  }
+}
+
+// Runs that were removed: nothing is asked about them any more.
+function forget(ids) {
+  const had = ids.filter((id) => page.selected.delete(id));
+  if (had.length) { list(); changed(); }
+}
 
 function show() {
   page.current?.close?.();
@@ -112,7 +129,7 @@ function show() {
   );
   at("view").replaceChildren();
   page.current = VIEWS[page.view](at("view"), page);
-  page.current.select([...page.selected]);
+  select();
   remember();
 }
 
@@ -132,6 +149,7 @@ function follow() {
       else Object.assign(run, status);
     }
     if (unknown) again();
+    forget(Object.keys(runs).filter((id) => !runs[id]));
     if (Object.keys(runs).length) {
       list();
       page.current?.update?.(new Set(Object.keys(runs)));

@@ -8,22 +8,19 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.chromium import headless, needs_chromium, until
+
 pytest.importorskip("starlette", reason="starlette is not installed")
-selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium or chromedriver is not installed"),
-]
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+pytestmark = list(needs_chromium)
 
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 TRAINING = textwrap.dedent("""
     import sys, time
@@ -72,14 +69,8 @@ def address(root: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    options = selenium.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1100"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with headless() as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -90,10 +81,6 @@ def browser(chromium: Any, address: str) -> Any:
     yield chromium
     said = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]
     assert not [line for line in said if "/api/" not in line["message"]]  # a refused question is answered by 400
-
-
-def until(browser: Any, true: Callable[[], Any], seconds: float = 30) -> Any:
-    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: true())
 
 
 def tab(browser: Any, name: str) -> None:
@@ -210,6 +197,27 @@ def test_a_run_that_trains_is_drawn_while_it_does(browser: Any, root: Path):
         training.kill()
         training.wait()
     until(browser, lambda: "killed" in text(browser, '#runs li[data-run="live"]'), 60)
+
+
+def test_a_run_that_is_removed_while_it_is_shown_leaves_the_others(browser: Any, root: Path):
+    shutil.copytree(root / "a", root / "gone")
+    until(browser, lambda: browser.find_elements("css selector", '#runs li[data-run="gone"]'), 60)
+    browser.find_element("css selector", '#runs li[data-run="gone"] input').click()
+    until(browser, lambda: int(chart(browser, "val/loss").get_attribute("data-points")) >= 24, 60)
+    shutil.rmtree(root / "gone")
+    until(browser, lambda: not browser.find_elements("css selector", '#runs li[data-run="gone"]'), 60)
+    until(browser, lambda: "gone" not in browser.current_url)
+    browser.find_element("css selector", '#runs li[data-run="b"] input').click()
+    names = f"return ({CHART}?.data ?? []).map(each => each.name)"
+    until(browser, lambda: "b" not in (found := browser.execute_script(names, "val/loss")) and found)
+    assert text(browser, "#view-error") == ""
+
+
+def test_a_page_of_runs_that_are_gone_forgets_them(browser: Any, address: str):
+    browser.get("about:blank")
+    browser.get(f"{address}#view=Curves&run=never&run=a")
+    until(browser, lambda: int(chart(browser, "val/loss").get_attribute("data-points")) == 6)
+    until(browser, lambda: "never" not in browser.current_url)
 
 
 def test_nothing_is_asked_of_another_machine(browser: Any, address: str):
