@@ -88,7 +88,7 @@ def tab(browser: Any, name: str) -> None:
 
 
 def text(browser: Any, selector: str = "#view") -> str:
-    return str(browser.execute_script("return document.querySelector(arguments[0]).innerText", selector))
+    return str(browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
 
 
 CHART = "[...document.querySelectorAll('.chart')].find(c => c.dataset.metric === arguments[0] && c.dataset.points)"
