@@ -28,6 +28,7 @@ from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
 from pulsetrain.serve.series import drawn
 from pulsetrain.serve.store import Series, Store, printable
+from pulsetrain.serve.sweeps import sweeps_of
 from pulsetrain.serve.threads import in_thread
 from pulsetrain.serve.whatif import early_stopping, loss_spikes
 
@@ -63,7 +64,7 @@ def routes_of(store: Store, changes: Changes) -> list[Route]:
     answers: dict[str, Answer] = {
         "runs": api.runs, "curves": api.curves, "names": api.names, "marks": api.marks, "events": api.events,
         "diff": api.diff, "configurations": api.configurations, "whatif": api.whatif, "media": api.media,
-        "where": api.where,
+        "where": api.where, "sweeps": api.sweeps,
     }  # fmt: skip
     routes = [Route(f"/api/{name}", _answering(answer)) for name, answer in answers.items()]
     return [*routes, Route("/api/live", live), Route("/api/file", api.file)]
@@ -240,6 +241,10 @@ class _Api:
             }
             for each in found
         ]  # fmt: skip
+
+    def sweeps(self, request: Request) -> list[dict[str, Any]]:
+        """The sweeps whose trials are listed."""
+        return sweeps_of(dict(self._store.runs), self._store.root)
 
     def _chosen(self, request: Request) -> Sequence[tuple[str, Series | str | None]]:
         """The curves of the runs that are asked for, without those that were removed meanwhile."""

@@ -4,12 +4,13 @@ import { ask, colorOf, make, message, number, soon } from "/dom.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
 import { compare, media, whatif } from "/judging.js";
+import { sweeps } from "/sweeps.js";
 
-const VIEWS = { Curves: curves, Timeline: timeline, Events: events, Compare: compare, "What if": whatif, Media: media, Lineage: lineage, Processes: processes };
+const VIEWS = { Curves: curves, Timeline: timeline, Events: events, Compare: compare, "What if": whatif, Media: media, Lineage: lineage, Sweeps: sweeps, Processes: processes };
 const SHOWN = 1000; // runs in the list
 const at = (id) => document.getElementById(id);
 
-const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0, forget };
+const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0, forget, open };
 
 function remembered() {
   const found = new URLSearchParams(location.hash.slice(1));
@@ -113,6 +114,14 @@ async function select() {
   } catch (error) {
     if (view === page.current) at("view-error").textContent = error.message;
   }
+}
+
+// Shows the curves of some runs alone.
+function open(ids) {
+  page.selected = new Set(ids);
+  page.view = "Curves";
+  list();
+  show();
 }
 
 // Runs that were removed: nothing is asked about them any more.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.chromium import headless, needs_chromium, until
+from tests.support.run_folders import write_run
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -174,6 +175,8 @@ def test_every_view_shows_the_runs(browser: Any):
     until(browser, lambda: browser.execute_script("return document.querySelector('figure img')?.naturalWidth") == 1)
     tab(browser, "Lineage")
     until(browser, lambda: "No listed run was forked" in text(browser))
+    tab(browser, "Sweeps")
+    until(browser, lambda: "No listed run is a trial of a sweep" in text(browser))
     tab(browser, "Processes")
     until(browser, lambda: "the run has ended" in text(browser))
 
@@ -197,6 +200,28 @@ def test_a_run_that_trains_is_drawn_while_it_does(browser: Any, root: Path):
         training.kill()
         training.wait()
     until(browser, lambda: "killed" in text(browser, '#runs li[data-run="live"]'), 60)
+
+
+def test_a_trial_of_a_sweep_leads_to_its_curves(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    from tests.pulsetrain.sweep.test_sweep_pictures import add_trials, spec_of
+
+    add_trials(spec_of(tmp_path, "val/loss", monkeypatch, "<b>sweep"), 2)
+    for number in range(2):
+        write_run(tmp_path / "<b>sweep" / "trials" / f"{number:04}", [1.0, 0.5])
+    words = [sys.executable, "-m", "pulsetrain", "serve", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        chromium.get(server.stdout.readline().rpartition(": ")[2].strip() + "#view=Sweeps")
+        until(chromium, lambda: text(chromium, "h2") == "<b>sweep")
+        assert "2 completed, 1 failed; the best is trial 1: val/loss 0.5" in text(chromium, ".summary")
+        assert "<script>alert(1)</script>" in text(chromium)
+        until(chromium, lambda: chromium.find_elements("css selector", ".chart .trace"))
+        chromium.find_element("css selector", "button.link").click()
+        until(chromium, lambda: chart(chromium, "val/loss").get_attribute("data-points") == "2")
+        selected = "return [...document.querySelectorAll('#runs li')].filter(e => e.querySelector('input').checked)"
+        assert chromium.execute_script(f"{selected}.map(e => e.dataset.run)") == ["<b>sweep/trials/0001"]
+        server.terminate()
 
 
 def test_a_run_that_is_removed_while_it_is_shown_leaves_the_others(browser: Any, root: Path):
