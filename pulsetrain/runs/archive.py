@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias
 
@@ -25,9 +25,10 @@ from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.credentials import without_credentials
-from pulsetrain.runs.summary import Status, is_run, summarize
+from pulsetrain.runs.summary import RunSummary, Status, is_run, summarize
+from pulsetrain.runs.tags import TAGS_FILE
 
-__all__ = ["SUFFIX", "Archived", "Kept", "is_archive", "unpacked", "write_archive"]
+__all__ = ["SUFFIX", "Archived", "Kept", "is_archive", "summarize_archive", "unpacked", "write_archive"]
 
 SUFFIX = ".run.zip"
 _CONTENTS = "pulsetrain-archive.json"
@@ -131,6 +132,30 @@ def unpacked(path: Path) -> Path:
             with written.open("wb") as out:
                 _copy(file, path, contents, within, expected, out.write)
     return folder
+
+
+def summarize_archive(path: Path) -> RunSummary:
+    """What is known of an archived run: how it ended is the reason, and so is why the file cannot be read."""
+    try:
+        if not is_archive(path):
+            raise RunFolderError("is not a run's archive, or is damaged")
+        with zipfile.ZipFile(path) as file, tempfile.TemporaryDirectory(prefix="pulsetrain-archive-") as beside:
+            contents = _contents(file, path)
+            folder = Path(beside, contents.run)
+            (folder / "events").mkdir(parents=True)
+            for within, expected in contents.files.items():
+                if within in ("run.json", "config.yaml", TAGS_FILE) or PurePosixPath(within).parts[0] == "events":
+                    (folder / within).parent.mkdir(parents=True, exist_ok=True)
+                    with (folder / within).open("wb") as out:
+                        _copy(file, path, contents, within, expected, out.write)
+            found = summarize(folder)
+    except (RunFolderError, OSError, zipfile.BadZipFile) as error:
+        nothing: dict[str, float] = {}
+        return RunSummary(
+            path, "", Status.ARCHIVED, str(error), 0, 0, None, None, None, None, nothing, nothing, {}, (), None, 1
+        )
+    reason = f"{found.status.value}{f': {found.reason}' if found.reason else ''}"
+    return replace(found, folder=path, status=Status.ARCHIVED, reason=reason)
 
 
 def _files(folder: Path, checkpoints: Kept, archived: Archived) -> Iterator[Path]:

@@ -48,6 +48,7 @@ class Status(StrEnum):
     FAILED = "failed"  # by an exception
     KILLED = "killed"  # its log was not closed, and its process is not there
     STALLED = "stalled"  # no event for much longer than between its other ones
+    ARCHIVED = "archived"  # one file; the reason says how it ended
 
 
 @dataclass(frozen=True, slots=True)
