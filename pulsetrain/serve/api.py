@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -26,7 +27,7 @@ from pulsetrain.report.facts import compared, read_facts, settings_of
 from pulsetrain.runs.listing import columns_of, value_of
 from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
-from pulsetrain.serve.series import drawn
+from pulsetrain.serve.series import TOKENS, Points, drawn, tokens_at
 from pulsetrain.serve.store import Series, Store, printable
 from pulsetrain.serve.sweeps import sweeps_of
 from pulsetrain.serve.threads import in_thread
@@ -118,24 +119,30 @@ class _Api:
             else:
                 names |= dict.fromkeys(series.about.names)
                 validated |= dict.fromkeys([*series.about.validated, *series.about.rolled_out])
+        counting = any(
+            len(points[0])
+            for _, series in self._chosen(request)
+            if series and not isinstance(series, str) and (points := series.points(TOKENS)) is not None
+        )
         gone = [run for run in _runs(request) if run not in self._store.runs]
         return {
             "names": list(names), "validated": list(validated), "pending": pending, "errors": errors, "gone": gone,
+            "tokens": counting,
         }  # fmt: skip
 
     def curves(self, request: Request) -> dict[str, Any]:
         """The points of one curve of some runs, between two places."""
         name, x = request.query_params.get("name", ""), request.query_params.get("x", "iteration")
-        if x not in ("iteration", "time"):
-            raise ConfigurationError(f"x={x!r}: has to be iteration or time")
+        if x not in ("iteration", "tokens", "time"):
+            raise ConfigurationError(f"x={x!r}: has to be iteration, tokens or time")
         low, high = _number(request, "low"), _number(request, "high")
         chosen = self._chosen(request)
         limit = max(200, min(2000, _POINTS // max(len(chosen), 1)))
         curves = {}
         for run, series in chosen:
             points = series.points(name) if series is not None and not isinstance(series, str) else None
-            if points is not None:
-                at, values = drawn(points[0] if x == "iteration" else points[1], points[2], low, high, limit)
+            if points is not None and (places := _places(series, points, x)) is not None:
+                at, values = drawn(places, points[2], low, high, limit)
                 curves[run] = {"x": at.tolist(), "y": values.tolist(), "of": len(points[2])}
         return {"name": name, "curves": curves, "pending": [run for run, series in chosen if series is None]}
 
@@ -253,6 +260,13 @@ class _Api:
             with suppress(RunFolderError):
                 found.append((run, self._store.series(run)))
         return found
+
+
+def _places(series: Series | str | None, points: Points, x: str) -> NDArray[Any] | None:
+    """Where the points are on the x axis; None for tokens of a run that counts none."""
+    if x == "tokens":
+        return tokens_at(series.points(TOKENS), points[0]) if series and not isinstance(series, str) else None
+    return points[0] if x == "iteration" else points[1]
 
 
 def _runs(request: Request) -> list[str]:

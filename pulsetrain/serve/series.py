@@ -20,12 +20,13 @@ from pulsetrain.engine.recording.log.follower import LogFollower
 from pulsetrain.report.curve import Curve, Floats
 from pulsetrain.report.run_curves import RunCurves
 
-__all__ = ["Described", "Points", "RunSeries", "StoredSeries", "drawn"]
+__all__ = ["TOKENS", "Described", "Points", "RunSeries", "StoredSeries", "drawn", "tokens_at"]
 
 Points: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Iterations, seconds since the run's first event, and values."""
 
-_VERSION = 1
+_VERSION = 2
+TOKENS = " tokens"  # under which their number is kept beside the curves, whose names do not begin with a space
 
 
 class Described(msgspec.Struct):
@@ -120,7 +121,7 @@ class RunSeries(RunCurves):
 
     def points(self, name: str) -> Points | None:
         """The points of a curve; None if the run has no such curve."""
-        curve = self.shown().get(name)
+        curve = self.tokens if name == TOKENS else self.shown().get(name)
         return curve.whole() if isinstance(curve, _Series) else None
 
     def described(self, sign: str = "") -> Described:
@@ -166,7 +167,7 @@ class StoredSeries:
         about = series.described(sign)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as made:
-            for number, name in enumerate(about.names):
+            for number, name in enumerate([*about.names, TOKENS]):
                 found = series.points(name)
                 assert found is not None
                 at, seconds, values = found
@@ -182,14 +183,35 @@ class StoredSeries:
 
     def points(self, name: str) -> Points | None:
         """The points of a curve; None if the run has no such curve, or its files are gone."""
-        if name not in self.about.names:
+        if name not in (*self.about.names, TOKENS):
             return None
-        number = self.about.names.index(name)
+        number = [*self.about.names, TOKENS].index(name)
         try:
             parts = [np.load(self.folder / f"{number}.{part}.npy", "r") for part in ("at", "seconds", "values")]
         except (OSError, ValueError):
             return None
         return parts[0], parts[1], parts[2]
+
+
+def tokens_at(counted: Points | None, at: NDArray[Any]) -> NDArray[Any] | None:
+    """The tokens that were trained until some iterations, between two counts in proportion; None if none were counted.
+
+    >>> counts = np.array([10, 20]), np.array([1.0, 2.0]), np.array([1000.0, 3000.0])
+    >>> tokens_at(counts, np.array([5, 10, 15])).tolist()
+    [500.0, 1000.0, 2000.0]
+
+    Args:
+        counted: the counts that the run has recorded.
+        at: iterations in ascending order. After the last count, tokens are counted at the last pace.
+    """
+    if counted is None or not len(counted[0]):
+        return None
+    steps = np.concatenate([[0.0], np.asarray(counted[0], dtype=float)])
+    totals = np.concatenate([[0.0], counted[2]])
+    pace = (totals[-1] - totals[-2]) / max(steps[-1] - steps[-2], 1.0)
+    places = np.asarray(at, dtype=float)
+    found: NDArray[Any] = np.interp(places, steps, totals) + pace * np.maximum(places - steps[-1], 0.0)
+    return found
 
 
 def drawn(

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from pulsetrain.cli import main
 from pulsetrain.engine import ConfigurationError
+from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.serve.access import COOKIE, is_loopback
 from pulsetrain.serve.server import _bound, app_of, serve
 from tests.support.run_folders import write_run
@@ -84,6 +85,28 @@ def test_curves_are_read_in_the_background_and_then_drawn(client: TestClient):
     by_time = ask(client, "curves", run="a", name="val/loss", x="time")["curves"]["a"]
     assert by_time["x"] == sorted(by_time["x"])
     assert by_time["x"][0] > 0
+
+
+def test_curves_by_tokens_of_the_runs_that_count_them(root: Path):
+    writer = LogWriter(root / "counting" / "events")
+    for seq in range(1, 11):
+        at = {"epoch": 1, "iteration": seq // 2 + 1, "seq": seq, "t": 10**18 + seq}
+        observed, payload = ({"tokens": 100 * at["iteration"]}, {"metrics": {"a": 0.5}}) if seq % 4 == 1 else (None, {})
+        name = "metrics_logged" if payload else "iteration_completed"
+        writer.add(
+            LoggedEvent(seq, "trainer", name, payload=payload or None, observed=observed, output={"b": 1.0}, **at)
+        )
+    writer.close()
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    try:
+        client = TestClient(app, base_url="http://127.0.0.1")
+        read(client, "a", "counting")
+        assert ask(client, "names", run=["a", "counting"])["tokens"]
+        assert not ask(client, "names", run="a")["tokens"]
+        curves = ask(client, "curves", run=["a", "counting"], name="b, each iteration", x="tokens")["curves"]
+        assert {name: each["x"] for name, each in curves.items()} == {"counting": [200, 200, 300, 400, 400, 500, 600]}
+    finally:
+        close()
 
 
 def test_a_run_that_is_going_is_read_as_it_grows(root: Path):
@@ -189,7 +212,7 @@ def test_a_handler_that_is_not_judged_is_refused(client: TestClient):
 
 
 def test_bad_numbers_are_refused(client: TestClient):
-    for words in ({"low": "x"}, {"high": "inf"}, {"x": "tokens"}):
+    for words in ({"low": "x"}, {"high": "inf"}, {"x": "epochs"}):
         answer = client.get("/api/curves", params={"run": "a", "name": "val/loss", **words})
         assert answer.status_code == 400, words
 
