@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
 import shutil
 import tempfile
 from array import array
@@ -25,7 +28,7 @@ __all__ = ["TOKENS", "Described", "Points", "RunSeries", "StoredSeries", "drawn"
 Points: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Iterations, seconds since the run's first event, and values."""
 
-_VERSION = 2
+_VERSION = 3
 TOKENS = " tokens"  # under which their number is kept beside the curves, whose names do not begin with a space
 
 
@@ -172,9 +175,8 @@ class StoredSeries:
                 assert found is not None
                 at, seconds, values = found
                 small = at.astype(np.int32) if at.max(initial=0) < 2**31 else at
-                np.save(Path(made, f"{number}.at.npy"), small)
-                np.save(Path(made, f"{number}.seconds.npy"), seconds)
-                np.save(Path(made, f"{number}.values.npy"), values)
+                for part, numbers in (("at", small), ("seconds", seconds), ("values", values)):
+                    numbers.tofile(Path(made, f"{number}.{part}"))
             Path(made, "about.json").write_bytes(msgspec.json.encode(about))
             shutil.rmtree(folder, ignore_errors=True)
             Path(made).rename(folder)
@@ -187,10 +189,21 @@ class StoredSeries:
             return None
         number = [*self.about.names, TOKENS].index(name)
         try:
-            parts = [np.load(self.folder / f"{number}.{part}.npy", "r") for part in ("at", "seconds", "values")]
+            values, seconds = (_mapped(self.folder / f"{number}.{part}", "=f8") for part in ("values", "seconds"))
+            at = _mapped(self.folder / f"{number}.at", "=i4")
+            if len(at) == 2 * len(values):
+                at = at.view("=i8")
         except (OSError, ValueError):
             return None
-        return parts[0], parts[1], parts[2]
+        return (at, seconds, values) if len(at) == len(seconds) == len(values) else None
+
+
+def _mapped(path: Path, kind: str) -> NDArray[Any]:
+    """The numbers of a file, read where they are looked at; a tenth of the time of numpy's own format."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return np.empty(0, kind)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), kind)
 
 
 def tokens_at(counted: Points | None, at: NDArray[Any]) -> NDArray[Any] | None:
@@ -232,6 +245,10 @@ def drawn(
         high: the last one.
         limit: at least 4.
     """
+    if x.dtype.kind == "i":  # a number of another type would have the whole array converted
+        limits = np.iinfo(x.dtype)
+        low = None if low is None else x.dtype.type(min(max(math.ceil(low), limits.min), limits.max))
+        high = None if high is None else x.dtype.type(min(max(math.floor(high), limits.min), limits.max))
     first = 0 if low is None else max(int(np.searchsorted(x, low)) - 1, 0)
     last = len(x) if high is None else min(int(np.searchsorted(x, high, "right")) + 1, len(x))
     x, values = x[first:last], values[first:last]
