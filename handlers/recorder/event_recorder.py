@@ -236,6 +236,7 @@ class EventRecorder(Handler):
             Events.CHECKPOINT_LOADED: self._on_loaded,
             Events.STARTED: self._on_started,
             Events.EPOCH_STARTED: self._on_epoch_started,
+            Events.METRICS_LOGGED: self._on_metrics,
         }
         sampled = self.every is not None and (event in FREQUENT or event is Events.ITERATION_COMPLETED)
         # FIRST: events that other receivers fire are recorded after this one
@@ -269,6 +270,15 @@ class EventRecorder(Handler):
     def _on_event(self, engine: Engine, event: Event) -> None:
         if not self._log.record(event):
             self._log.write(self._log.entry(event))
+
+    def _on_metrics(self, engine: Engine, event: Event) -> None:
+        tokens = getattr(engine.state, "tokens", 0)
+        if not tokens:
+            self._on_event(engine, event)
+            return
+        logged = self._log.entry(event)
+        logged.observed = {**(logged.observed or {}), "tokens": tokens}  # of the run so far
+        self._log.write(logged)
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
         log, result = self._log, engine.state.output

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pulsetrain.cli.reports import FAILED, OK
 from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.export.event_formats import format_count
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.prune import Pruned, prune, superfluous
@@ -16,15 +17,22 @@ from pulsetrain.runs.where import select_runs
 
 __all__ = ["run"]
 
+_NAMED = 4  # checkpoints of a run
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what is deleted, and delete it if that was asked for; returns the exit status."""
     check_whole_number("pulsetrain prune", "keep_last", arguments.keep_last)
+    if arguments.older_than is not None and not arguments.older_than >= 0:
+        raise ConfigurationError(f"--older-than {arguments.older_than:g}: needs days, 0 or more")
     every = RunIndex(arguments.folder).summaries()
     found = [_pruned(each, every, arguments) for each in select_runs(every, arguments.where)]
     found = [each for each in found if each.checkpoints]
     for each in found:
-        print(f"{each.run}: {_described(len(each.checkpoints), each.size)}")
+        names = [path.name for path in each.checkpoints]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        described = _described(len(names), each.size)
+        print(f"{each.run}: {described}: {', '.join(names[:_NAMED])}{more}")
     total = _described(sum(len(each.checkpoints) for each in found), sum(each.size for each in found))
     if not arguments.yes:
         print(f"would delete {total}; nothing was deleted: add --yes" if found else "nothing to delete")

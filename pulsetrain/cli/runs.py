@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     root = arguments.folder or (Path("runs") if Path("runs").is_dir() else Path())
     for status in arguments.status:
         check_choice("pulsetrain runs", "status", status, [each.value for each in Status])
-    found = RunIndex(root, cache=not arguments.no_index).summaries()
+    found = RunIndex(root, cache=not arguments.no_index).summaries(archives=True)
     if not found:
         print(f"pulsetrain: {root}: holds no runs; name a folder that does", file=sys.stderr)
         return OK

@@ -121,12 +121,8 @@ def _table(results: SweepResults) -> str:
     """The trials, the best first by the first metric; then those without values."""
     metrics = list(results.directions)
     params = list(dict.fromkeys(name for trial in results.trials for name in trial.params))
-    sign = 1 if results.directions[metrics[0]] == "min" else -1
-    ordered = sorted(
-        results.trials, key=lambda each: (not each.values, sign * each.values.get(metrics[0], 0.0), each.number)
-    )
     rows = [("trial", "state", *metrics, *params, "error")]
-    for trial in ordered:
+    for trial in results.ordered:
         values = [f"{trial.values[name]:.6g}" if name in trial.values else "-" for name in metrics]
         given = [_short(trial.params[name]) if name in trial.params else "-" for name in params]
         rows.append((str(trial.number), trial.state, *values, *given, trial.error))

@@ -52,6 +52,7 @@ class RunCurves:
         self._after_epochs: tuple[dict[str, Curve], dict[str, Curve]] = ({}, {})
         self._streaks: dict[str, Mark] = {}  # curves whose latest values are not finite
         self._groups: list[Curve] = []  # learning rates
+        self.tokens = self.make_curve()  # that were trained until an iteration; empty if the run counts none
         of_the_engine: dict[str, Callable[[LoggedEvent], None]] = {
             "iteration_completed": self._on_iteration,
             "gradients_ready": self._on_gradients,
@@ -128,6 +129,8 @@ class RunCurves:
         self._put("grad_norm", _payload(event).get("grad_norm"))  # published before the end of its iteration
 
     def _on_metrics(self, event: LoggedEvent) -> None:
+        if event.engine == self.engine and type(tokens := _payload(event).get("tokens")) is int:
+            self.tokens.add(event.iteration, tokens)
         for name, value in _metrics(event).items():
             if event.engine != self.engine:
                 name = f"{event.engine}: {name}"

@@ -13,22 +13,22 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias
 
 import msgspec
-import yaml
 
-from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.handlers.run_files.redaction import redacted
-from pulsetrain.runs.summary import Status, is_run, summarize
+from pulsetrain.runs.credentials import without_credentials
+from pulsetrain.runs.summary import RunSummary, Status, is_run, summarize
+from pulsetrain.runs.tags import TAGS_FILE
 
-__all__ = ["SUFFIX", "Archived", "Kept", "is_archive", "unpacked", "write_archive"]
+__all__ = ["SUFFIX", "Archived", "Kept", "is_archive", "summarize_archive", "unpacked", "write_archive"]
 
 SUFFIX = ".run.zip"
 _CONTENTS = "pulsetrain-archive.json"
@@ -36,8 +36,6 @@ _FORMAT = 1
 _STORED = frozenset({".zst", ".png", ".gz", ".zip", ".pt", ".safetensors", ".mp4", ".jpg"})
 _PRIVATE = (".env", "*.env", ".netrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", ".git-credentials")
 _OF_THE_PROCESS = (".owner", "*.lock", ".lock")
-_TEXTS = frozenset({".txt", ".log", ".out", ".err", ".md", ".csv"})
-_MOST_TEXT = 10_000_000  # bytes of a text in which credentials are looked for
 
 Kept: TypeAlias = Literal["none", "best", "latest", "all"]
 
@@ -68,7 +66,7 @@ class _Contents(msgspec.Struct):
 def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Archived:
     """Write a run as one file; the run is only read. What is written is read back and compared.
 
-    Credentials in configurations and text files are replaced, files that hold credentials by their names are left out,
+    Credentials in texts of any kind are replaced, files that hold credentials by their names are left out,
     and so are links and the files of a process that trains.
 
     Args:
@@ -136,6 +134,30 @@ def unpacked(path: Path) -> Path:
     return folder
 
 
+def summarize_archive(path: Path) -> RunSummary:
+    """What is known of an archived run: how it ended is the reason, and so is why the file cannot be read."""
+    try:
+        if not is_archive(path):
+            raise RunFolderError("is not a run's archive, or is damaged")
+        with zipfile.ZipFile(path) as file, tempfile.TemporaryDirectory(prefix="pulsetrain-archive-") as beside:
+            contents = _contents(file, path)
+            folder = Path(beside, contents.run)
+            (folder / "events").mkdir(parents=True)
+            for within, expected in contents.files.items():
+                if within in ("run.json", "config.yaml", TAGS_FILE) or PurePosixPath(within).parts[0] == "events":
+                    (folder / within).parent.mkdir(parents=True, exist_ok=True)
+                    with (folder / within).open("wb") as out:
+                        _copy(file, path, contents, within, expected, out.write)
+            found = summarize(folder)
+    except (RunFolderError, OSError, zipfile.BadZipFile) as error:
+        nothing: dict[str, float] = {}
+        return RunSummary(
+            path, "", Status.ARCHIVED, str(error), 0, 0, None, None, None, None, nothing, nothing, {}, (), None, 1
+        )
+    reason = f"{found.status.value}{f': {found.reason}' if found.reason else ''}"
+    return replace(found, folder=path, status=Status.ARCHIVED, reason=reason)
+
+
 def _files(folder: Path, checkpoints: Kept, archived: Archived) -> Iterator[Path]:
     chosen = _checkpoints(folder, checkpoints)
     for path in sorted(folder.rglob("*")):
@@ -166,7 +188,12 @@ def _checkpoints(folder: Path, kept: Kept) -> set[str]:
 
 
 def _add(file: zipfile.ZipFile, path: Path, name: str, within: str, archived: Archived) -> _File:
-    changed = _without_credentials(path, within)
+    changed = None if within.startswith("events/") else without_credentials(path)
+    if changed is not None and within.startswith("checkpoints/"):
+        raise RunFolderError(
+            f"{path}: has a text that is a credential by its form, and a checkpoint is kept as it is; archive the run "
+            "with --checkpoints none"
+        )
     digest, size = hashlib.sha256(), 0
     with file.open(_info(name, compress=path.suffix not in _STORED), "w", force_zip64=True) as out:
         if changed is not None:
@@ -187,25 +214,6 @@ def _info(name: str, *, compress: bool) -> zipfile.ZipInfo:
     info.compress_type = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
     info.external_attr = 0o644 << 16
     return info
-
-
-def _without_credentials(path: Path, within: str) -> bytes | None:
-    """The content of a text file in which credentials were replaced; None if it has none."""
-    at_top = "/" not in within
-    if path.stat().st_size > _MOST_TEXT or not (
-        path.suffix in _TEXTS or (at_top and path.suffix in (".yaml", ".json"))
-    ):
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix in _TEXTS:
-            return None if (found := redacted(text)) == text else found.encode()
-        value = load_yaml(text) if path.suffix == ".yaml" else msgspec.json.decode(text)
-    except (ValueError, yaml.YAMLError):
-        return None
-    if (changed := redacted(value)) == value:
-        return None
-    return yaml.safe_dump(changed, sort_keys=False).encode() if path.suffix == ".yaml" else msgspec.json.encode(changed)
 
 
 def _check_events(folder: Path) -> None:

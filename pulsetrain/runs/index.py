@@ -13,13 +13,14 @@ import msgspec
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.runs.archive import SUFFIX, summarize_archive
 from pulsetrain.runs.summary import RunSummary, Status, is_run, is_run_of, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
 __all__ = ["INDEX", "RunIndex", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 2  # of what is remembered
+_VERSION = 3  # of what is remembered
 _DEPTH = 6  # folders below the root
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
@@ -48,10 +49,14 @@ class RunIndex:
         self.root = root
         self._path = root / INDEX if cache and not is_run(root) else None
 
-    def summaries(self) -> list[RunSummary]:
-        """All runs, in the order of their paths."""
-        known = self._known()
-        signs = {path: sign_of(path) for path in self._folders()}
+    def summaries(self, *, archives: bool = False) -> list[RunSummary]:
+        """All runs, in the order of their paths.
+
+        Args:
+            archives: whether runs that were archived as files are listed, too.
+        """
+        known = {path: each for path, each in self._known().items() if archives or not path.endswith(SUFFIX)}
+        signs = {path: sign_of(path) for path in self._found(archives)}
         fresh = {path for path, sign in signs.items() if path not in known or known[path][0] != sign}
         found = {path: summary for path, (_, summary) in known.items() if path in signs and path not in fresh}
         read = dict(zip(sorted(fresh), _read(sorted(fresh)), strict=True))
@@ -65,7 +70,7 @@ class RunIndex:
             )
         return [found[path] for path in sorted(found)]
 
-    def _folders(self) -> Iterator[str]:
+    def _found(self, archives: bool) -> Iterator[str]:
         todo = [(str(self.root), 0)]
         while todo:
             folder, depth = todo.pop()
@@ -76,6 +81,8 @@ class RunIndex:
                 continue
             if is_run_of(here):
                 yield folder
+            if archives:
+                yield from (each.path for name, each in here.items() if name.endswith(SUFFIX) and each.is_file())
             if depth < _DEPTH:
                 todo += [
                     (each.path, depth + 1)
@@ -126,9 +133,9 @@ def _is_settled(summary: RunSummary) -> bool:
 
 
 def sign_of(folder: str) -> str:
-    """What changes when a file changes that a summary is read from."""
+    """What changes when a file changes that a summary is read from; of an archive, the file itself."""
     parts = []
-    for name in _FILES:
+    for name in ("",) if _is_archive(folder) else _FILES:
         try:
             status = os.stat(folder + name)
         except OSError:
@@ -136,6 +143,10 @@ def sign_of(folder: str) -> str:
         else:
             parts.append(f"{status.st_size}:{status.st_mtime_ns}")
     return " ".join(parts)
+
+
+def _is_archive(path: str) -> bool:
+    return path.endswith(SUFFIX) and os.path.isfile(path)
 
 
 def _read(paths: list[str]) -> list[RunSummary | None]:
@@ -148,7 +159,7 @@ def _read(paths: list[str]) -> list[RunSummary | None]:
 def _summary(path: str) -> RunSummary | None:
     """The summary of a run; None if it has just been removed."""
     try:
-        return summarize(Path(path))
+        return summarize_archive(Path(path)) if _is_archive(path) else summarize(Path(path))
     except (RunFolderError, OSError):
         return None
 

@@ -155,14 +155,17 @@ class LiveRun:
         main = self.main
         if main is None or main.last is None:
             self._status = None
+            self._look_for_damage((self._generation, False))
             return
         if self.share_read < 1.0:  # the end may say how it ended
             return
         seconds = [t / 1e9 for t in self._times]
         gap = max((b - a for a, b in pairwise(seconds)), default=0.0)
         self._status = status_of(self.folder, main.curves.ending, main.last.t / 1e9, gap, self._clock())
-        state = (self._generation, self._status[0] in (Status.RUNNING, Status.STALLED))
-        if state != self._judged:
+        self._look_for_damage((self._generation, self._status[0] in (Status.RUNNING, Status.STALLED)))
+
+    def _look_for_damage(self, state: tuple[int, bool]) -> None:
+        if state != self._judged and self.is_there:
             self._judged = state
             self._damage = [
                 f"{f'rank {rank}: ' if rank else ''}{each}"

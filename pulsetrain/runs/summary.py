@@ -33,7 +33,7 @@ PARTS = ("run.json", "events")
 _KEPT = frozenset({"checkpoints", "metrics.csv", "plots", "crash", "crash.txt"})
 _JUDGED = frozenset({"validation_completed", "rollout_completed"})
 _REPORTED = frozenset({*_JUDGED, "metrics_logged", "policy_updated"})
-_MARKS = [f'"event":"{name}"'.encode() for name in sorted(_REPORTED)]
+_BEGINNINGS = frozenset({"started", "epoch_started"})
 _PATIENCE = 20.0  # times the longest recent gap between two events, after which a run that is not ended is stalled
 _LEAST_PATIENCE = 60.0  # seconds
 _RECENT = 200  # events
@@ -48,6 +48,7 @@ class Status(StrEnum):
     FAILED = "failed"  # by an exception
     KILLED = "killed"  # its log was not closed, and its process is not there
     STALLED = "stalled"  # no event for much longer than between its other ones
+    ARCHIVED = "archived"  # one file; the reason says how it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,7 @@ class _Seen:
         self.last: dict[str, float] = {}
         self.best: dict[str, float] = {}
         self.ending: Ending | None = None
-        self.total: int | None = None  # iterations, as the run has said
-        self._modes = modes
+        self._modes, self._log = modes, log
         if log is not None:
             self._read(log)
 
@@ -194,8 +194,25 @@ class _Seen:
             if event.engine == main:
                 self._follow(event)
 
+    def total(self) -> int | None:
+        """The run's length in iterations, as its newest start or epoch says; None if it does not."""
+        log = self._log
+        if log is None:
+            return None
+        for event in reversed(log.tail):
+            if (found := _total_in(event, log.main_engine)) is not None:
+                return found
+        for number in reversed(range(len(log.headers))):
+            header = log.headers[number].engines.get(log.main_engine)
+            if header is None or not any(name in header.events for name in _BEGINNINGS):
+                continue
+            for event in reversed(_decoded(log.lines(number) or b"", _BEGINNINGS)):
+                if (found := _total_in(event, log.main_engine)) is not None:
+                    return found
+        return None
+
     def _follow(self, event: LoggedEvent) -> None:
-        if event.event in ("started", "epoch_started"):
+        if event.event in _BEGINNINGS:
             self.ending = None
         elif event.event in ENDS and not (event.event == "completed" and self.ending is not None):
             self.ending = ending_of(event)
@@ -232,9 +249,17 @@ def _reported(log: EventLog) -> Iterator[LoggedEvent]:
     yield from (each for each in log.tail if each.event in _REPORTED)
 
 
-def _decoded(lines: bytes) -> list[LoggedEvent]:
+def _total_in(event: LoggedEvent, engine: str) -> int | None:
+    said = event.payload or event.observed  # what was read after the event had begun
+    if event.engine != engine or event.event not in _BEGINNINGS or not isinstance(said, dict):
+        return None
+    total = said.get("total_iterations")
+    return total if isinstance(total, int) else None
+
+
+def _decoded(lines: bytes, names: frozenset[str] = _REPORTED) -> list[LoggedEvent]:
     places: list[tuple[int, int]] = []
-    for mark in _MARKS:
+    for mark in (f'"event":"{name}"'.encode() for name in names):
         at = lines.find(mark)
         while at >= 0:
             start, end = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)
@@ -244,7 +269,7 @@ def _decoded(lines: bytes) -> list[LoggedEvent]:
         events = decode(b"\n".join(lines[start:end] for start, end in sorted(set(places))))
     except msgspec.DecodeError:  # although the block's checksum is right
         return []
-    return [each for each in events if each.event in _REPORTED]  # the mark may be in a text of another event
+    return [each for each in events if each.event in names]  # the mark may be in a text of another event
 
 
 def _newest(log: EventLog) -> list[LoggedEvent]:
@@ -294,7 +319,7 @@ def _totals(described: Mapping[str, Json], seen: _Seen) -> tuple[int | None, int
     epochs, iterations = values.get("max_epochs"), values.get("max_iterations")
     if isinstance(epochs, int):
         return epochs, None
-    return None, iterations if isinstance(iterations, int) else None
+    return None, iterations if isinstance(iterations, int) else seen.total()  # bounded by tokens, or by time
 
 
 def _created(described: Mapping[str, Json]) -> float | None:

@@ -6,16 +6,18 @@ import asyncio
 import math
 import mimetypes
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.log.predicate import predicate
@@ -25,8 +27,10 @@ from pulsetrain.report.facts import compared, read_facts, settings_of
 from pulsetrain.runs.listing import columns_of, value_of
 from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
-from pulsetrain.serve.series import drawn
+from pulsetrain.serve.series import TOKENS, Points, drawn, tokens_at
 from pulsetrain.serve.store import Series, Store, printable
+from pulsetrain.serve.sweeps import sweeps_of
+from pulsetrain.serve.threads import in_thread
 from pulsetrain.serve.whatif import early_stopping, loss_spikes
 
 __all__ = ["routes_of"]
@@ -38,6 +42,7 @@ _MOST_RUNS = 500  # in one request
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp"})
 _TEXTS = frozenset({".txt", ".log", ".csv", ".yaml", ".json", ".md"})
 _MOST_TEXT = 200_000  # characters of a file
+_JUDGED = ("EarlyStopping", "LossSpikeGuard")
 _PRIVATE = (".env", ".netrc")
 
 Answer = Callable[[Request], Any]
@@ -60,7 +65,7 @@ def routes_of(store: Store, changes: Changes) -> list[Route]:
     answers: dict[str, Answer] = {
         "runs": api.runs, "curves": api.curves, "names": api.names, "marks": api.marks, "events": api.events,
         "diff": api.diff, "configurations": api.configurations, "whatif": api.whatif, "media": api.media,
-        "where": api.where,
+        "where": api.where, "sweeps": api.sweeps,
     }  # fmt: skip
     routes = [Route(f"/api/{name}", _answering(answer)) for name, answer in answers.items()]
     return [*routes, Route("/api/live", live), Route("/api/file", api.file)]
@@ -71,7 +76,9 @@ def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
 
     async def endpoint(request: Request) -> Response:
         try:
-            found = await asyncio.to_thread(answer, request)
+            found = await in_thread(answer, request)
+        except asyncio.CancelledError:  # the server ends
+            return Response(status_code=503)
         except PulsetrainError as error:
             return Response(_encoded({"error": str(error)}), 400, media_type="application/json")
         except OSError as error:
@@ -112,21 +119,30 @@ class _Api:
             else:
                 names |= dict.fromkeys(series.about.names)
                 validated |= dict.fromkeys([*series.about.validated, *series.about.rolled_out])
-        return {"names": list(names), "validated": list(validated), "pending": pending, "errors": errors}
+        counting = any(
+            len(points[0])
+            for _, series in self._chosen(request)
+            if series and not isinstance(series, str) and (points := series.points(TOKENS)) is not None
+        )
+        gone = [run for run in _runs(request) if run not in self._store.runs]
+        return {
+            "names": list(names), "validated": list(validated), "pending": pending, "errors": errors, "gone": gone,
+            "tokens": counting,
+        }  # fmt: skip
 
     def curves(self, request: Request) -> dict[str, Any]:
         """The points of one curve of some runs, between two places."""
         name, x = request.query_params.get("name", ""), request.query_params.get("x", "iteration")
-        if x not in ("iteration", "time"):
-            raise ConfigurationError(f"x={x!r}: has to be iteration or time")
+        if x not in ("iteration", "tokens", "time"):
+            raise ConfigurationError(f"x={x!r}: has to be iteration, tokens or time")
         low, high = _number(request, "low"), _number(request, "high")
         chosen = self._chosen(request)
         limit = max(200, min(2000, _POINTS // max(len(chosen), 1)))
         curves = {}
         for run, series in chosen:
             points = series.points(name) if series is not None and not isinstance(series, str) else None
-            if points is not None:
-                at, values = drawn(points[0] if x == "iteration" else points[1], points[2], low, high, limit)
+            if points is not None and (places := _places(series, points, x)) is not None:
+                at, values = drawn(places, points[2], low, high, limit)
                 curves[run] = {"x": at.tolist(), "y": values.tolist(), "of": len(points[2])}
         return {"name": name, "curves": curves, "pending": [run for run, series in chosen if series is None]}
 
@@ -175,10 +191,12 @@ class _Api:
     def whatif(self, request: Request) -> dict[str, Any]:
         """What a handler would have done in some runs."""
         asked, answers = request.query_params, dict[str, Any]()
+        if (handler := asked.get("handler", _JUDGED[0])) not in _JUDGED:
+            raise ConfigurationError(f"handler={handler!r}: is not judged here; choose {' or '.join(_JUDGED)}")
         for run, series in self._chosen(request):
             if series is None or isinstance(series, str):
                 answers[run] = {"error": series or "is being read"}
-            elif asked.get("handler") == "LossSpikeGuard":
+            elif handler == "LossSpikeGuard":
                 numbers = _number(request, "threshold"), _whole(request, "window", 100), _whole(request, "patience", 10)
                 answers[run] = loss_spikes(series, asked.get("metric", "loss"), numbers[0] or 10.0, *numbers[1:])
             else:
@@ -231,8 +249,24 @@ class _Api:
             for each in found
         ]  # fmt: skip
 
+    def sweeps(self, request: Request) -> list[dict[str, Any]]:
+        """The sweeps whose trials are listed."""
+        return sweeps_of(dict(self._store.runs), self._store.root)
+
     def _chosen(self, request: Request) -> Sequence[tuple[str, Series | str | None]]:
-        return [(run, self._store.series(run)) for run in _runs(request)]
+        """The curves of the runs that are asked for, without those that were removed meanwhile."""
+        found = []
+        for run in _runs(request):
+            with suppress(RunFolderError):
+                found.append((run, self._store.series(run)))
+        return found
+
+
+def _places(series: Series | str | None, points: Points, x: str) -> NDArray[Any] | None:
+    """Where the points are on the x axis; None for tokens of a run that counts none."""
+    if x == "tokens":
+        return tokens_at(series.points(TOKENS), points[0]) if series and not isinstance(series, str) else None
+    return points[0] if x == "iteration" else points[1]
 
 
 def _runs(request: Request) -> list[str]:

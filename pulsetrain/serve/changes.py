@@ -17,6 +17,17 @@ class Changes:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listeners: set[_Listener] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End all listening; from any thread."""
+        self._is_closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for each in self._listeners:
+            each.event.set()
 
     def add(self, name: str) -> None:
         """Note a change; from any thread."""
@@ -29,18 +40,20 @@ class Changes:
             each.event.set()
 
     async def listen(self) -> AsyncIterator[set[str]]:
-        """The names that have changed since the last time, again and again; none at first, and after a silence."""
+        """The names that have changed since the last time, until `close`; none at first, and after a silence."""
         self._loop = asyncio.get_running_loop()
         listener = _Listener()
         self._listeners.add(listener)
         try:
             yield set()
-            while True:
+            while not self._is_closed:
                 try:
                     await asyncio.wait_for(listener.event.wait(), _SILENCE)
                 except TimeoutError:
                     yield set()
                     continue
+                if self._is_closed:
+                    return
                 await asyncio.sleep(_PAUSE)
                 listener.event.clear()
                 names, listener.names = listener.names, set()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
 import shutil
 import tempfile
 from array import array
@@ -20,12 +23,13 @@ from pulsetrain.engine.recording.log.follower import LogFollower
 from pulsetrain.report.curve import Curve, Floats
 from pulsetrain.report.run_curves import RunCurves
 
-__all__ = ["Described", "Points", "RunSeries", "StoredSeries", "drawn"]
+__all__ = ["TOKENS", "Described", "Points", "RunSeries", "StoredSeries", "drawn", "tokens_at"]
 
 Points: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Iterations, seconds since the run's first event, and values."""
 
-_VERSION = 1
+_VERSION = 3
+TOKENS = " tokens"  # under which their number is kept beside the curves, whose names do not begin with a space
 
 
 class Described(msgspec.Struct):
@@ -120,7 +124,7 @@ class RunSeries(RunCurves):
 
     def points(self, name: str) -> Points | None:
         """The points of a curve; None if the run has no such curve."""
-        curve = self.shown().get(name)
+        curve = self.tokens if name == TOKENS else self.shown().get(name)
         return curve.whole() if isinstance(curve, _Series) else None
 
     def described(self, sign: str = "") -> Described:
@@ -166,14 +170,13 @@ class StoredSeries:
         about = series.described(sign)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as made:
-            for number, name in enumerate(about.names):
+            for number, name in enumerate([*about.names, TOKENS]):
                 found = series.points(name)
                 assert found is not None
                 at, seconds, values = found
                 small = at.astype(np.int32) if at.max(initial=0) < 2**31 else at
-                np.save(Path(made, f"{number}.at.npy"), small)
-                np.save(Path(made, f"{number}.seconds.npy"), seconds)
-                np.save(Path(made, f"{number}.values.npy"), values)
+                for part, numbers in (("at", small), ("seconds", seconds), ("values", values)):
+                    numbers.tofile(Path(made, f"{number}.{part}"))
             Path(made, "about.json").write_bytes(msgspec.json.encode(about))
             shutil.rmtree(folder, ignore_errors=True)
             Path(made).rename(folder)
@@ -182,14 +185,46 @@ class StoredSeries:
 
     def points(self, name: str) -> Points | None:
         """The points of a curve; None if the run has no such curve, or its files are gone."""
-        if name not in self.about.names:
+        if name not in (*self.about.names, TOKENS):
             return None
-        number = self.about.names.index(name)
+        number = [*self.about.names, TOKENS].index(name)
         try:
-            parts = [np.load(self.folder / f"{number}.{part}.npy", "r") for part in ("at", "seconds", "values")]
+            values, seconds = (_mapped(self.folder / f"{number}.{part}", "=f8") for part in ("values", "seconds"))
+            at = _mapped(self.folder / f"{number}.at", "=i4")
+            if len(at) == 2 * len(values):
+                at = at.view("=i8")
         except (OSError, ValueError):
             return None
-        return parts[0], parts[1], parts[2]
+        return (at, seconds, values) if len(at) == len(seconds) == len(values) else None
+
+
+def _mapped(path: Path, kind: str) -> NDArray[Any]:
+    """The numbers of a file, read where they are looked at; a tenth of the time of numpy's own format."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return np.empty(0, kind)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), kind)
+
+
+def tokens_at(counted: Points | None, at: NDArray[Any]) -> NDArray[Any] | None:
+    """The tokens that were trained until some iterations, between two counts in proportion; None if none were counted.
+
+    >>> counts = np.array([10, 20]), np.array([1.0, 2.0]), np.array([1000.0, 3000.0])
+    >>> tokens_at(counts, np.array([5, 10, 15])).tolist()
+    [500.0, 1000.0, 2000.0]
+
+    Args:
+        counted: the counts that the run has recorded.
+        at: iterations in ascending order. After the last count, tokens are counted at the last pace.
+    """
+    if counted is None or not len(counted[0]):
+        return None
+    steps = np.concatenate([[0.0], np.asarray(counted[0], dtype=float)])
+    totals = np.concatenate([[0.0], counted[2]])
+    pace = (totals[-1] - totals[-2]) / max(steps[-1] - steps[-2], 1.0)
+    places = np.asarray(at, dtype=float)
+    found: NDArray[Any] = np.interp(places, steps, totals) + pace * np.maximum(places - steps[-1], 0.0)
+    return found
 
 
 def drawn(
@@ -210,6 +245,10 @@ def drawn(
         high: the last one.
         limit: at least 4.
     """
+    if x.dtype.kind == "i":  # a number of another type would have the whole array converted
+        limits = np.iinfo(x.dtype)
+        low = None if low is None else x.dtype.type(min(max(math.ceil(low), limits.min), limits.max))
+        high = None if high is None else x.dtype.type(min(max(math.floor(high), limits.min), limits.max))
     first = 0 if low is None else max(int(np.searchsorted(x, low)) - 1, 0)
     last = len(x) if high is None else min(int(np.searchsorted(x, high, "right")) + 1, len(x))
     x, values = x[first:last], values[first:last]

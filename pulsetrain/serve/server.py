@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pulsetrain.engine.argument_checks import check_whole_number
@@ -18,6 +23,7 @@ from pulsetrain.engine.optional import load_optional
 
 __all__ = ["Address", "serve"]
 
+_TOKEN = re.compile(r"[\w.~-]{8,}", re.ASCII)
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
@@ -60,22 +66,51 @@ def serve(
 
     from pulsetrain.serve.access import is_loopback
 
+    if token is not None and _TOKEN.fullmatch(token) is None:
+        rule = "needs at least 8 letters, digits or characters of _ . ~ -; leave it out, and one is made"
+        raise ConfigurationError(rule, "serve", token=token)
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
     listening = _bound(host, port)
     address = Address(host, listening.getsockname()[1], token)
-    app, close = app_of(root, token, None if token is not None else frozenset({host.strip("[]")}))
-    server = Server(Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    app, end_streams, close = app_of(root, token, None if token is not None else frozenset({host.strip("[]")}))
+
+    class Ending(Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            end_streams()
+            super().handle_exit(sig, frame)
+
+    server = Ending(Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
     try:
         on_start(address)
-        asyncio.run(server.serve(sockets=[listening]))
+        with _terminated():
+            asyncio.run(server.serve(sockets=[listening]))
     finally:
         close()
         listening.close()
 
 
-def app_of(root: Path, token: str | None, hosts: frozenset[str] | None) -> tuple[Any, Callable[[], None]]:
-    """The application, and what ends its threads."""
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Leave by SystemExit on SIGTERM, so that what is open is closed."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+
+    def leave(sig: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + sig)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def app_of(
+    root: Path, token: str | None, hosts: frozenset[str] | None
+) -> tuple[Any, Callable[[], None], Callable[[], None]]:
+    """The application, what ends its streams, and what ends its threads and processes."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -99,7 +134,7 @@ def app_of(root: Path, token: str | None, hosts: frozenset[str] | None) -> tuple
     store = Store(root, changes.add)
     store.start()
     app = Starlette(routes=[Route("/", page), *routes_of(store, changes), Route("/{name}", page)])
-    return Access(app, token, hosts), store.close
+    return Access(app, token, hosts), changes.close, store.close
 
 
 @cache

@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.runs.index import RunIndex, sign_of
@@ -23,6 +25,7 @@ from pulsetrain.serve.series import Described, Points, RunSeries, StoredSeries
 __all__ = ["Series", "Store", "printable", "series_folder"]
 
 _SERIES = Path(".pulsetrain") / "series"
+_KILLED = "the process that read its log was killed; is there enough memory?"
 _GOING = (Status.RUNNING, Status.STALLED)
 
 
@@ -58,7 +61,10 @@ class Store:
         self._live: dict[str, _Live] = {}
         self._reading: dict[str, Future[str]] = {}
         self._unreadable: dict[str, tuple[str, str]] = {}  # id -> sign, and why
+        self._killed: dict[str, int] = {}  # id -> how often its reading was
         self._pool: ProcessPoolExecutor | None = None
+        self._context = _Noting()
+        self._held: Connection | None = None  # open as long as the processes of the pool are needed
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch_runs, self._watch_live)]
@@ -70,10 +76,18 @@ class Store:
             each.start()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop looking, and end the processes that read."""
         self._closed.set()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._drop_pool()
+
+    def _drop_pool(self) -> None:
+        pool, held, self._pool, self._held = self._pool, self._held, None, None
+        if pool is not None and held is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+            held.close()
+            for each in self._context.made:  # also those that have only begun to start
+                each.terminate()
 
     def refresh(self) -> None:
         """Look which runs there are, and how they are."""
@@ -128,22 +142,35 @@ class Store:
         with self._lock:
             if name in self._reading or self._closed.is_set():
                 return
-            if self._pool is None:
-                workers = max(1, min((os.cpu_count() or 2) - 1, 8))
-                self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-            future = self._reading[name] = self._pool.submit(_store, run, folder, sign)
+            try:
+                future = self._started_pool().submit(_store, run, folder, sign)
+            except BrokenProcessPool:  # one of its processes was killed
+                self._drop_pool()
+                future = self._started_pool().submit(_store, run, folder, sign)
+            self._reading[name] = future
 
         def finished(done: Future[str]) -> None:
             with self._lock:
                 self._reading.pop(name, None)
-            if not done.cancelled():
+            if not done.cancelled() and not self._closed.is_set():
                 failed = done.exception()
                 why = str(failed) if failed is not None else done.result()
+                if isinstance(failed, BrokenProcessPool):  # by this run, or by another one: it is read once more
+                    self._killed[name] = self._killed.get(name, 0) + 1
+                    why = _KILLED if self._killed[name] > 1 else ""
                 if why:
                     self._unreadable[name] = (sign, why)
                 self._on_change(name)
 
         future.add_done_callback(finished)
+
+    def _started_pool(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            workers = max(1, min((os.cpu_count() or 2) - 1, 8))
+            self._context = _Noting()
+            reads, self._held = self._context.Pipe(duplex=False)
+            self._pool = ProcessPoolExecutor(workers, self._context, _end_with, (reads,))
+        return self._pool
 
     def _watch_runs(self) -> None:
         pause = 1.0
@@ -159,6 +186,19 @@ class Store:
                 with suppress(PulsetrainError, OSError):
                     if live.update():
                         self._on_change(name)
+
+
+class _Noting(SpawnContext):
+    """Starts processes that can be ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[SpawnProcess] = []
+
+    def Process(self, *words: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        made = SpawnProcess(*words, **options)
+        self.made.append(made)
+        return made
 
 
 class _Live:
@@ -189,6 +229,17 @@ def printable(text: str) -> str:
 
 def _shown(run: RunSummary | None) -> object:
     return None if run is None else (run.status, run.iteration, run.tags)
+
+
+def _end_with(server: Connection) -> None:
+    """End this process with the server, also where that is killed: nothing is sent, but the connection ends."""
+
+    def wait() -> None:
+        with suppress(EOFError, OSError):
+            server.recv_bytes()
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _store(run: Path, folder: Path, sign: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ class SweepResults:
     directions: Mapping[str, str]  # metric -> "min" or "max"
 
     @property
+    def ordered(self) -> list[Trial]:
+        """The trials, the best first by the first metric; then those without values, by number."""
+        metric, mode = next(iter(self.directions.items()))
+        sign = 1 if mode == "min" else -1
+        return sorted(self.trials, key=lambda each: (not each.values, sign * each.values.get(metric, 0.0), each.number))
+
+    @property
     def best(self) -> Trial | None:
         """The completed trial with the best value of the first metric, of equal ones the first; None without one."""
         metric, mode = next(iter(self.directions.items()))
@@ -63,8 +70,9 @@ def read_results(folder: Path) -> SweepResults:
 
     if not (folder / "sweep.yaml").is_file():
         raise RunFolderError(f"{folder}: is not a sweep: it has no sweep.yaml; give the folder of a sweep")
-    spec = read_saved(folder)
-    return results_of(folder, spec.directions, open_study(spec, create=False).get_trials(deepcopy=False))
+    spec = replace(read_saved(folder), folder=str(folder))  # it may have been moved, or copied
+    study = open_study(spec, create=False, read_only=True)
+    return results_of(folder, spec.directions, study.get_trials(deepcopy=False))
 
 
 def results_of(folder: Path, directions: Mapping[str, str], trials: list[Any]) -> SweepResults:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optional import load_optional
@@ -15,19 +16,25 @@ from pulsetrain.sweep.spec import Spec
 __all__ = ["draw", "open_study", "set_sampler"]
 
 
-def open_study(spec: Spec, *, create: bool = True) -> Any:
+def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> Any:
     """The sweep's study.
 
     Args:
         spec: the sweep.
         create: whether to make a study that does not exist.
+        read_only: whether the folder's SQLite file is left as it is; nothing can be stored then.
 
     Raises:
         ConfigurationError: Optuna is not installed, an option does not exist, or the storage cannot be opened.
     """
     optuna = load_optional("sweep", "optuna", "sweep")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    url = f"sqlite:///{Path(spec.folder).resolve() / 'sweep.sqlite'}"
+    file = Path(spec.folder).resolve() / "sweep.sqlite"
+    url = f"sqlite:///{file}"
+    if read_only:
+        if spec.storage is None and not file.is_file():
+            raise ConfigurationError(f"{spec.folder}: has no sweep.sqlite; it has not begun, or was not copied whole")
+        url = f"sqlite:///file:{quote(str(file))}?mode=ro&uri=true"
     options: dict[str, Any] = {"connect_args": {"timeout": 60}}
     if spec.storage is not None:
         load_optional("sweep: a PostgreSQL storage", "psycopg", "postgresql")

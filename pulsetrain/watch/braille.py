@@ -76,7 +76,8 @@ def draw(curves: Sequence[Points], width: int, height: int, *, logarithmic: bool
         if math.isfinite(value)
     ]
     if not finite:
-        return [[Cell(each) for each in ("no values yet" if row == lines // 2 else "")] for row in range(height)]
+        text = "not finite" if any(len(at) for at, _ in curves) else "no values yet"
+        return [[Cell(each) for each in (text if row == lines // 2 else "")] for row in range(height)]
     first, last = min(at for at, _ in finite), max(at for at, _ in finite)
     low, high = min(value for _, value in finite), max(value for _, value in finite)
     canvas = _Canvas(columns, lines)

@@ -25,7 +25,7 @@ def progress_line(watched: Watched) -> str:
     """The state of the run, how far it is, and how long it will take."""
     run = watched.run
     if run.updated is None:
-        return f"{watched.name}  waiting"
+        return f"{watched.name}  {'unreadable' if run.damage else 'waiting'}"
     found = run.progress
     state = "being read" if run.status is None else run.status.value
     parts = [watched.name, state + (f": {plain(run.reason)}" if run.reason else "")]

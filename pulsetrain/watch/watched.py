@@ -53,7 +53,10 @@ class Watched:
         elif not run.is_there:
             found.append(f"{run.folder}: the run has no event log yet; waiting for it")
         elif run.updated is None and not self.error:
-            found.append(f"{run.folder}: the run has not begun; waiting for its first event")
+            what = (
+                "none of its events can be read" if run.damage else "the run has not begun; waiting for its first event"
+            )
+            found.append(f"{run.folder}: {what}")
         if run.share_read < 1.0:
             found.append(f"reading the log: {run.share_read:.0%}")
         found += [f"damaged log: {each}" for each in run.damage]

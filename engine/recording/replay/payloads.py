@@ -72,8 +72,15 @@ def payload_of(event: object, logged: LoggedEvent) -> Any:
     kind = getattr(event, "payload_type", None)
     if kind is None:
         return plain(whole(logged).payload) if isinstance(event, str) else None
+    own = getattr(kind, "__dataclass_fields__", None)
+    noted = (
+        [] if own is None or type(logged.observed) is not dict else [key for key in logged.observed if key not in own]
+    )
+    payload = whole(logged).payload
+    if noted:  # what the recorder has noted besides
+        payload = {name: value for name, value in payload.items() if name not in noted}
     try:
-        return _reader(kind)(whole(logged).payload)
+        return _reader(kind)(payload)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise RecordingError(
             f"{logged.event} of {logged.engine!r}, seq {logged.seq}: its payload {logged.payload!r} is not a "

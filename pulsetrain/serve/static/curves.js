@@ -14,7 +14,7 @@ export function curves(view, page) {
   const grid = make("div", { class: "charts" });
   const note = make("div");
   const choice = make("select", { "aria-label": "X axis", onchange: () => { settings.x = choice.value; range = null; redraw(); } },
-    make("option", { value: "iteration" }, "iteration"), make("option", { value: "time" }, "time"));
+    make("option", { value: "iteration" }, "iteration"), make("option", { value: "tokens" }, "tokens"), make("option", { value: "time" }, "time"));
   const slider = make("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", id: "smoothing", oninput: () => { settings.smoothing = Number(slider.value); charts.forEach((chart) => chart.draw()); } });
   const log = make("input", { type: "checkbox", id: "log", onchange: () => { settings.log = log.checked; charts.forEach((chart) => chart.draw()); } });
   const filter = make("input", { type: "search", placeholder: "Filter metrics", "aria-label": "Filter metrics", oninput: soon(() => { settings.filter = filter.value.toLowerCase(); layOut(); }, 120) });
@@ -31,6 +31,9 @@ export function curves(view, page) {
     }
     const found = await ask("names", { run: runs });
     if (closed) return;
+    page.forget(found.gone);
+    choice.options[1].disabled = !found.tokens;
+    choice.options[1].title = found.tokens ? "" : "none of these runs has counted tokens";
     const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : found.validated.includes(name) ? 3 : 4);
     names = found.names.sort((a, b) => rank(a) - rank(b));
     note.replaceChildren(...Object.entries(found.errors).map(([run, why]) => make("p", { class: "error" }, `${run}: ${why}`)));
@@ -79,7 +82,7 @@ export function curves(view, page) {
       const layout = plainLayout();
       layout.title = { text: plain(name), font: { size: 12 }, x: 0.02, xanchor: "left" };
       layout.yaxis.type = settings.log ? "log" : "linear";
-      layout.xaxis.title = { text: settings.x === "time" ? "seconds" : "", font: { size: 10 } };
+      layout.xaxis.title = { text: { time: "seconds", tokens: "tokens" }[settings.x] ?? "", font: { size: 10 } };
       if (range) layout.xaxis.range = range;
       Plotly.react(element, traces, layout, { displayModeBar: false, responsive: true });
       if (!drawn) {

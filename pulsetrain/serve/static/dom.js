@@ -69,3 +69,27 @@ export function plainLayout() {
 export function plain(text) {
   return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
+
+export function runChooser(runs, chosen, onchange) {
+  const select = make("select", { "aria-label": "Run", onchange: () => onchange(select.value) }, ...runs.map((run) => make("option", { value: run }, run)));
+  select.value = runs.includes(chosen) ? chosen : runs[0] ?? "";
+  return select;
+}
+
+// What a view of one run shares: a choice among the selected ones, which `load` gets; "" if none is selected.
+export function ofOneRun(tools, load, ...others) {
+  let run = "";
+  return async (runs) => {
+    if (!runs.includes(run)) run = runs[0] ?? "";
+    tools.replaceChildren(runChooser(runs, run, (to) => { run = to; load(run); }), ...others);
+    await load(run);
+  };
+}
+
+export function table(heads, rows) {
+  const numeric = (cell) => typeof cell === "number" || cell === null;
+  return make("div", { class: "scroll" }, make("table", {},
+    make("thead", {}, make("tr", {}, ...heads.map((head, at) => make("th", typeof rows[0]?.cells[at] === "number" ? { class: "number" } : {}, head)))),
+    make("tbody", {}, ...rows.map((row) => make("tr", row.differs ? { class: "differs" } : {}, ...row.cells.map((cell) =>
+      make("td", numeric(cell) ? { class: "number" } : {}, numeric(cell) ? number(cell) : cell)))))));
+}

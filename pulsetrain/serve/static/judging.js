@@ -1,7 +1,6 @@
 // Two runs compared, what a handler would have done, and what runs have drawn and written.
 
-import { ask, make, message, number, soon } from "/dom.js";
-import { runChooser } from "/views.js";
+import { ask, make, message, number, ofOneRun, runChooser, soon, table } from "/dom.js";
 
 export function compare(view) {
   let runs = [], a = "", b = "";
@@ -34,14 +33,6 @@ export function compare(view) {
       await load();
     },
   };
-}
-
-export function table(heads, rows) {
-  const numeric = (cell) => typeof cell === "number" || cell === null;
-  return make("div", { class: "scroll" }, make("table", {},
-    make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", {}, head)))),
-    make("tbody", {}, ...rows.map((row) => make("tr", row.differs ? { class: "differs" } : {}, ...row.cells.map((cell) =>
-      make("td", numeric(cell) ? { class: "number" } : {}, numeric(cell) ? number(cell) : cell)))))));
 }
 
 export function whatif(view) {
@@ -105,12 +96,11 @@ export function whatif(view) {
 }
 
 export function media(view) {
-  let runs = [], run = "";
   const tools = make("div", { class: "tools" });
   const shown = make("div");
   view.append(tools, shown);
 
-  async function load() {
+  async function load(run) {
     if (!run) { shown.replaceChildren(message("Select a run at the left.")); return; }
     const found = await ask("media", { run });
     const address = (path) => `/api/file?${new URLSearchParams({ run, path })}`;
@@ -125,12 +115,5 @@ export function media(view) {
     if (!shown.children.length) shown.append(message("This run has no pictures or texts."));
   }
 
-  return {
-    async select(chosen) {
-      runs = chosen;
-      if (!runs.includes(run)) run = runs[0] ?? "";
-      tools.replaceChildren(runChooser(runs, run, (to) => { run = to; load(); }));
-      await load();
-    },
-  };
+  return { select: ofOneRun(tools, load) };
 }

@@ -4,12 +4,13 @@ import { ask, colorOf, make, message, number, soon } from "/dom.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
 import { compare, media, whatif } from "/judging.js";
+import { sweeps } from "/sweeps.js";
 
-const VIEWS = { Curves: curves, Timeline: timeline, Events: events, Compare: compare, "What if": whatif, Media: media, Lineage: lineage, Processes: processes };
+const VIEWS = { Curves: curves, Timeline: timeline, Events: events, Compare: compare, "What if": whatif, Media: media, Lineage: lineage, Sweeps: sweeps, Processes: processes };
 const SHOWN = 1000; // runs in the list
 const at = (id) => document.getElementById(id);
 
-const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0 };
+const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0, forget, open };
 
 function remembered() {
   const found = new URLSearchParams(location.hash.slice(1));
@@ -34,7 +35,7 @@ async function load() {
     page.columns = found.columns;
     at("root").textContent = found.root;
     sorting();
-    if (first) page.runs.slice(-8).forEach((run) => page.selected.add(run.id));
+    if (first) [...page.runs].sort((a, b) => (a.updated ?? 0) - (b.updated ?? 0)).slice(-8).forEach((run) => page.selected.add(run.id));
     page.runs.forEach((run) => page.known.add(run.id));
     list();
     if (first || !page.current) show();
@@ -101,8 +102,33 @@ function toggle(id, on) {
 
 const changed = soon(() => {
   remember();
-  page.current?.select([...page.selected]);
+  select();
 }, 80);
+
+// Gives the selected runs to the view, and says there what went wrong.
+async function select() {
+  const view = page.current;
+  try {
+    await view?.select([...page.selected]);
+    if (view === page.current) at("view-error").textContent = "";
+  } catch (error) {
+    if (view === page.current) at("view-error").textContent = error.message;
+  }
+}
+
+// Shows the curves of some runs alone.
+function open(ids) {
+  page.selected = new Set(ids);
+  page.view = "Curves";
+  list();
+  show();
+}
+
+// Runs that were removed: nothing is asked about them any more.
+function forget(ids) {
+  const had = ids.filter((id) => page.selected.delete(id));
+  if (had.length) { list(); changed(); }
+}
 
 function show() {
   page.current?.close?.();
@@ -112,7 +138,7 @@ function show() {
   );
   at("view").replaceChildren();
   page.current = VIEWS[page.view](at("view"), page);
-  page.current.select([...page.selected]);
+  select();
   remember();
 }
 
@@ -132,6 +158,7 @@ function follow() {
       else Object.assign(run, status);
     }
     if (unknown) again();
+    forget(Object.keys(runs).filter((id) => !runs[id]));
     if (Object.keys(runs).length) {
       list();
       page.current?.update?.(new Set(Object.keys(runs)));

@@ -1,15 +1,9 @@
 // What happened: a timeline, the events, forks, and where the processes of a run are.
 
-import { ask, colorOf, make, message, number, plain, plainLayout, soon } from "/dom.js";
+import { ask, colorOf, make, message, number, ofOneRun, plain, plainLayout, soon } from "/dom.js";
 
 const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
 const KINDS = { completed: "circle", stopped: "square", failed: "x", fork: "diamond", best: "star" };
-
-export function runChooser(runs, chosen, onchange) {
-  const select = make("select", { "aria-label": "Run", onchange: () => onchange(select.value) }, ...runs.map((run) => make("option", { value: run }, run)));
-  select.value = runs.includes(chosen) ? chosen : runs[0] ?? "";
-  return select;
-}
 
 export function timeline(view) {
   let runs = [];
@@ -43,7 +37,7 @@ export function timeline(view) {
 }
 
 export function events(view) {
-  let runs = [], run = "", after = 0;
+  let run = "", after = 0;
   const tools = make("div", { class: "tools" });
   const where = make("input", { class: "code", size: 44, placeholder: 'event == "validation_completed"', "aria-label": "Condition on events", spellcheck: false, oninput: soon(() => load(0), 350) });
   const kind = make("select", { "aria-label": "Type", onchange: () => load(0) }, make("option", { value: "" }, "all types"));
@@ -79,14 +73,7 @@ export function events(view) {
     return make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleTimeString()].map((cell) => make("td", {}, cell)), make("td", {}, values));
   }
 
-  return {
-    async select(chosen) {
-      runs = chosen;
-      if (!runs.includes(run)) run = runs[0] ?? "";
-      tools.replaceChildren(runChooser(runs, run, (to) => { run = to; load(0); }), kind, where);
-      await load(0);
-    },
-  };
+  return { select: ofOneRun(tools, (chosen) => { run = chosen; return load(0); }, kind, where) };
 }
 
 export function lineage(view, page) {
@@ -112,7 +99,7 @@ export function lineage(view, page) {
 }
 
 export function processes(view) {
-  let runs = [], run = "";
+  let run = "";
   const tools = make("div", { class: "tools" });
   const found = make("div");
   view.append(tools, found);
@@ -122,7 +109,7 @@ export function processes(view) {
       const ranks = await ask("where", { run });
       found.replaceChildren(...ranks.map((rank) => make("section", {},
         make("h2", {}, `rank ${rank.rank}: ${rank.event} at iteration ${number(rank.iteration)}`),
-        make("p", { class: rank.waited_for && ranks.length > 1 ? "error" : "muted" }, rank.ended ? "the run has ended" : `${number((Date.now() / 1000 - rank.time), 3)} s ago, ${rank.activity}${rank.waited_for && ranks.length > 1 ? "; the others wait for it" : ""}`),
+        make("p", { class: rank.waited_for && ranks.length > 1 ? "error" : "muted" }, rank.ended ? "the run has ended" : !rank.time ? "no event of it can be read" : `${number((Date.now() / 1000 - rank.time), 3)} s ago, ${rank.activity}${rank.waited_for && ranks.length > 1 ? "; the others wait for it" : ""}`),
         rank.stack.length ? make("pre", {}, rank.stack.join("\n")) : null)));
     } catch (error) {
       found.replaceChildren(make("p", { class: "error" }, error.message));
@@ -130,12 +117,7 @@ export function processes(view) {
   }
   const timer = setInterval(load, 3000);
   return {
-    async select(chosen) {
-      runs = chosen;
-      if (!runs.includes(run)) run = runs[0] ?? "";
-      tools.replaceChildren(runChooser(runs, run, (to) => { run = to; load(); }));
-      await load();
-    },
+    select: ofOneRun(tools, (chosen) => { run = chosen; return load(); }),
     close() { clearInterval(timer); },
   };
 }

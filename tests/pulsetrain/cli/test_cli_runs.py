@@ -132,6 +132,7 @@ def test_prune_shows_first_and_keeps_the_newest_the_best_and_what_forks_were_mad
     assert main(["prune", str(runs)]) == 0
     output = capsys.readouterr().out
     assert "nothing was deleted: add --yes" in output
+    assert "a: 2 checkpoints, 0.0 MB: 000000015-x, 000000020-x" in output
     assert checkpoints(runs / "a") == [5, 10, 15, 20, 25]
     assert main(["prune", str(runs), "--yes", "--where", 'name == "a"']) == 0
     assert "deleted 2 checkpoints" in capsys.readouterr().out
@@ -152,3 +153,9 @@ def test_prune_leaves_out_recent_runs_and_runs_in_progress(runs: Path, capsys: p
     assert checkpoints(runs / "a") == [1, 2]
     assert main(["prune", str(runs), "--yes", "--older-than", str(age - 1)]) == 0
     assert (checkpoints(runs / "a"), checkpoints(going)) == ([2], [1, 2])
+
+
+@pytest.mark.parametrize("days", ["-1", "nan"])
+def test_prune_refuses_an_age_that_is_none(days: str, runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["prune", str(runs), "--yes", f"--older-than={days}"]) == 2
+    assert f"--older-than {days}: needs days, 0 or more" in capsys.readouterr().err

@@ -98,6 +98,15 @@ def test_a_damaged_log_is_printed_as_far_as_it_can_be_read(tmp_path: Path, capsy
     assert "iteration 1,500" in found
 
 
+def test_a_log_of_which_nothing_can_be_read_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = write_run(tmp_path / "run", [1.0, 0.5])
+    (run / "events" / "events.jsonl.zst").write_bytes(b"damaged" * 1000)
+    (run / "events" / "tail.jsonl").write_bytes(b"damaged" * 1000)
+    found = printed(capsys, str(run), "--once", status=3)
+    assert "none of its events can be read" in found
+    assert "waiting" not in found
+
+
 def test_a_hostile_run_name_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = write_run(tmp_path / "[red]\x1b[31mrun", [1.0], "exception_raised", reason="\x1b]0;owned\x07")
     found = printed(capsys, str(folder), "--once")

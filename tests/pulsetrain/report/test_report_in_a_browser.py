@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,13 @@ import pytest
 
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.report import write_report
+from tests.support.chromium import headless, needs_chromium, until
 
 pytest.importorskip("plotly", reason="plotly is not installed")
-selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium or chromedriver is not installed"),
-]
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+pytestmark = list(needs_chromium)
 
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 T = 1_763_000_000_000_000_000
 ITERATIONS, SPIKE = 30_000, 7_777
@@ -58,14 +53,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    options = selenium.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1100"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with headless() as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -73,10 +62,6 @@ def browser(chromium: Any, page: Path) -> Any:
     chromium.get(page.as_uri())
     until(chromium, lambda: chromium.find_elements("css selector", ".scatterlayer .trace"))
     return chromium
-
-
-def until(browser: Any, true: Callable[[], Any]) -> Any:
-    return WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: true())
 
 
 def over(browser: Any, subplot: str, right: float) -> Any:

@@ -13,6 +13,7 @@ from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.runs.archive import is_archive, unpacked, write_archive
+from pulsetrain.runs.credentials import without_credentials
 from tests.support.run_folders import write_run
 
 
@@ -107,6 +108,45 @@ def test_credentials_links_and_owners_stay_outside(run: Path, tmp_path: Path, ca
         assert all(secret.encode() not in file.read(name) for name in file.namelist())
         assert not {Path(name).name for name in file.namelist()} & {".env", "id_rsa", "host", "hostname"}
     assert "max_epochs: 4" in (unpacked(Path("a.run.zip")) / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("train.py", 'API_KEY = "{}"\n'), ("start.sh", "export API_KEY={}\n"), ("code/set.ini", "password={}\n"),
+        ("code/more.yml", "password: {}\n"), ("code/more.yaml", "a:\n- api_key: {}\n"),
+        ("crash/more.json", '{{"api_key": "{}"}}'), ("lines.jsonl", '{{"api_key": "{}"}}\n{{}}\n'), ("noext", "{}\n"),
+        ("two.yaml", "a: 1\n---\npassword: {}\n"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("before", [b"", b"\xff\xe4"])
+def test_credentials_in_any_text_are_replaced(name: str, text: str, before: bytes, run: Path):
+    secret = "hf_" + "aB3" * 10
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_bytes((b"# " + before + b"\n" if before else b"") + text.format(secret).encode())
+    assert main(["archive", "runs/a"]) == 0
+    with zipfile.ZipFile("a.run.zip") as file:
+        kept = file.read(f"a/{name}")
+    assert secret.encode() not in kept
+    assert b"[redacted]" in kept
+    assert before in kept
+
+
+def test_credentials_in_a_long_text_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    secret = "hf_" + "aB3" * 10
+    lines = [f"line {number}: {secret if number % 100 == 0 else 'nothing'}\n" for number in range(1000)]
+    (tmp_path / "a.log").write_text("".join(lines))
+    monkeypatch.setattr("pulsetrain.runs.credentials._WHOLE", 777)
+    changed = without_credentials(tmp_path / "a.log")
+    assert changed == "".join(lines).replace(secret, "[redacted]").encode()
+
+
+def test_a_checkpoint_with_a_credential_is_not_archived(run: Path):
+    (checkpoint,) = list((run / "checkpoints").glob("0*"))[-1:]
+    (checkpoint / "notes.json").write_text('{"api_key": "%s"}' % ("hf_" + "aB3" * 10))
+    with pytest.raises(RunFolderError, match="archive the run with --checkpoints none"):
+        write_archive(run, Path("a.zip"), checkpoints="all")
+    assert write_archive(run, Path("a.zip"), checkpoints="none").files
 
 
 def test_a_log_with_a_credential_is_not_archived(tmp_path: Path):

@@ -11,6 +11,7 @@ import pytest
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.runs import index as index_module
+from pulsetrain.runs.archive import write_archive
 from pulsetrain.runs.index import INDEX, RunIndex
 from pulsetrain.runs.summary import RunSummary, summarize
 from pulsetrain.runs.tags import change_tags
@@ -134,3 +135,21 @@ def test_a_root_that_is_not_a_folder_is_refused(name: str, tmp_path: Path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunFolderError, match=f"{name}: (does not exist|is a file); name a folder"):
         RunIndex(tmp_path / name)
+
+
+def test_archives_are_listed_where_they_are_asked_for(tmp_path: Path):
+    write_run(tmp_path / "a", [1.0, 0.5], "terminate", reason="early stopping: enough")
+    change_tags(tmp_path / "a", ["good"])
+    write_archive(tmp_path / "a", tmp_path / "a.run.zip")
+    (tmp_path / "b.run.zip").write_text("damaged")
+    shutil.rmtree(tmp_path / "a")
+    for _ in range(2):  # read, and remembered
+        found, damaged = RunIndex(tmp_path).summaries(archives=True)
+        assert (found.name, found.status, found.reason) == ("a.run.zip", "archived", "stopped: early stopping: enough")
+        assert (found.iteration, found.best["val/loss"], found.tags) == (10, 0.5, ("good",))
+        assert (damaged.status, damaged.reason) == ("archived", "is not a run's archive, or is damaged")
+        assert RunIndex(tmp_path).summaries() == []
+    shutil.copy(tmp_path / "a.run.zip", tmp_path / "b.run.zip")
+    assert [each.iteration for each in RunIndex(tmp_path).summaries(archives=True)] == [10, 10]
+    (tmp_path / "a.run.zip").unlink()
+    assert len(RunIndex(tmp_path).summaries(archives=True)) == 1

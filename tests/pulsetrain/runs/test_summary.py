@@ -48,6 +48,18 @@ def test_the_last_events_say_how_it_ended(end: str | None, reason: str, status: 
     assert (found.epoch, found.iteration, found.total_epochs, found.progress) == (2, 10, 4, 0.5)
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_run_bounded_by_tokens_says_how_long_it_is(closed: bool, tmp_path: Path):
+    writer = LogWriter(tmp_path / "events")
+    for seq, (event, iteration, total) in enumerate([("started", 0, 9), ("epoch_started", 0, 8), ("metrics", 2, 7)]):
+        payload = {"max_iters": 1 << 60, "total_iterations": total}
+        writer.add(LoggedEvent(seq, "trainer", event, iteration=iteration, payload=payload, seq=seq, t=BEGUN + seq))
+    if closed:
+        writer.close()
+    found = summarize(tmp_path)
+    assert (found.iteration, found.total_iterations, found.progress) == (2, 8, 0.25)
+
+
 def test_best_values_are_those_of_the_metrics_whose_direction_is_known(tmp_path: Path):
     found = summarize(write_run(tmp_path / "run", [1.0, 0.25, 0.5]))
     assert found.best == {"val/loss": 0.25, "val/accuracy": 0.75}

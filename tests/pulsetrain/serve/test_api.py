@@ -17,8 +17,9 @@ from starlette.testclient import TestClient
 
 from pulsetrain.cli import main
 from pulsetrain.engine import ConfigurationError
+from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.serve.access import COOKIE, is_loopback
-from pulsetrain.serve.server import _bound, app_of
+from pulsetrain.serve.server import _bound, app_of, serve
 from tests.support.run_folders import write_run
 
 
@@ -34,7 +35,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(root: Path) -> Iterator[TestClient]:
-    app, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
     yield TestClient(app, base_url="http://127.0.0.1:8765")
     close()
 
@@ -86,10 +87,32 @@ def test_curves_are_read_in_the_background_and_then_drawn(client: TestClient):
     assert by_time["x"][0] > 0
 
 
+def test_curves_by_tokens_of_the_runs_that_count_them(root: Path):
+    writer = LogWriter(root / "counting" / "events")
+    for seq in range(1, 11):
+        at = {"epoch": 1, "iteration": seq // 2 + 1, "seq": seq, "t": 10**18 + seq}
+        observed, payload = ({"tokens": 100 * at["iteration"]}, {"metrics": {"a": 0.5}}) if seq % 4 == 1 else (None, {})
+        name = "metrics_logged" if payload else "iteration_completed"
+        writer.add(
+            LoggedEvent(seq, "trainer", name, payload=payload or None, observed=observed, output={"b": 1.0}, **at)
+        )
+    writer.close()
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    try:
+        client = TestClient(app, base_url="http://127.0.0.1")
+        read(client, "a", "counting")
+        assert ask(client, "names", run=["a", "counting"])["tokens"]
+        assert not ask(client, "names", run="a")["tokens"]
+        curves = ask(client, "curves", run=["a", "counting"], name="b, each iteration", x="tokens")["curves"]
+        assert {name: each["x"] for name, each in curves.items()} == {"counting": [200, 200, 300, 400, 400, 500, 600]}
+    finally:
+        close()
+
+
 def test_a_run_that_is_going_is_read_as_it_grows(root: Path):
     run = write_run(root / "live", [1.0], None, closed=False, last=time.time())
     (run / ".owner").write_bytes((str(os.getpid())).encode())
-    app, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
     client = TestClient(app, base_url="http://127.0.0.1:8765")
     try:
         (status,) = [each["status"] for each in ask(client, "runs")["runs"] if each["id"] == "live"]
@@ -174,8 +197,22 @@ def test_only_listed_runs_are_read(run: str, client: TestClient):
         assert "is not a run below" in answer.json()["error"]
 
 
+def test_a_run_that_was_removed_does_not_hide_the_others(client: TestClient, root: Path):
+    read(client, "a")
+    found = ask(client, "names", run=["a", "gone"])
+    assert found["gone"] == ["gone"]
+    assert "val/loss" in found["names"]
+    assert list(ask(client, "curves", run=["gone", "a"], name="val/loss")["curves"]) == ["a"]
+    assert list(ask(client, "marks", run=["gone", "a"])) == ["a"]
+
+
+def test_a_handler_that_is_not_judged_is_refused(client: TestClient):
+    answer = client.get("/api/whatif", params={"run": "a", "handler": "NaNGuard"})
+    assert "choose EarlyStopping or LossSpikeGuard" in answer.json()["error"]
+
+
 def test_bad_numbers_are_refused(client: TestClient):
-    for words in ({"low": "x"}, {"high": "inf"}, {"x": "tokens"}):
+    for words in ({"low": "x"}, {"high": "inf"}, {"x": "epochs"}):
         answer = client.get("/api/curves", params={"run": "a", "name": "val/loss", **words})
         assert answer.status_code == 400, words
 
@@ -200,7 +237,7 @@ def test_another_host_name_is_refused(client: TestClient):
 
 
 def test_a_token_is_needed_where_others_can_connect(root: Path):
-    app, close = app_of(root, "right", None)
+    app, _, close = app_of(root, "right", None)
     try:
         client = TestClient(app, base_url="http://10.0.0.1:8765", follow_redirects=False)
         assert client.get("/api/runs").status_code == 401
@@ -223,13 +260,19 @@ def test_addresses_that_only_this_machine_reaches():
 
 def test_names_that_are_not_utf_8_are_listed(root: Path):
     os.rename(root / "b", os.fsencode(root) + b"/b\xff<img src=x>")
-    app, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
     try:
         client = TestClient(app, base_url="http://127.0.0.1")
         assert "b\\xff<img src=x>" in [run["id"] for run in ask(client, "runs")["runs"]]
         assert ask(client, "events", run="b\\xff<img src=x>")["events"]
     finally:
         close()
+
+
+@pytest.mark.parametrize("token", ["", "short", "a token with spaces", "tökentoken"])
+def test_a_token_that_is_too_simple_is_refused(token: str, tmp_path: Path):
+    with pytest.raises(ConfigurationError, match="needs at least 8 letters"):
+        serve(tmp_path, host="0.0.0.0", port=0, token=token)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])

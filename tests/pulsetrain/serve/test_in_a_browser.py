@@ -8,22 +8,20 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.chromium import headless, needs_chromium, until
+from tests.support.run_folders import write_run
+
 pytest.importorskip("starlette", reason="starlette is not installed")
-selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium or chromedriver is not installed"),
-]
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+pytestmark = list(needs_chromium)
 
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 TRAINING = textwrap.dedent("""
     import sys, time
@@ -72,14 +70,8 @@ def address(root: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    options = selenium.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1100"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with headless() as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -92,16 +84,12 @@ def browser(chromium: Any, address: str) -> Any:
     assert not [line for line in said if "/api/" not in line["message"]]  # a refused question is answered by 400
 
 
-def until(browser: Any, true: Callable[[], Any], seconds: float = 30) -> Any:
-    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: true())
-
-
 def tab(browser: Any, name: str) -> None:
     next(each for each in browser.find_elements("css selector", "#tabs button") if each.text == name).click()
 
 
 def text(browser: Any, selector: str = "#view") -> str:
-    return str(browser.execute_script("return document.querySelector(arguments[0]).innerText", selector))
+    return str(browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
 
 
 CHART = "[...document.querySelectorAll('.chart')].find(c => c.dataset.metric === arguments[0] && c.dataset.points)"
@@ -187,6 +175,8 @@ def test_every_view_shows_the_runs(browser: Any):
     until(browser, lambda: browser.execute_script("return document.querySelector('figure img')?.naturalWidth") == 1)
     tab(browser, "Lineage")
     until(browser, lambda: "No listed run was forked" in text(browser))
+    tab(browser, "Sweeps")
+    until(browser, lambda: "No listed run is a trial of a sweep" in text(browser))
     tab(browser, "Processes")
     until(browser, lambda: "the run has ended" in text(browser))
 
@@ -210,6 +200,49 @@ def test_a_run_that_trains_is_drawn_while_it_does(browser: Any, root: Path):
         training.kill()
         training.wait()
     until(browser, lambda: "killed" in text(browser, '#runs li[data-run="live"]'), 60)
+
+
+def test_a_trial_of_a_sweep_leads_to_its_curves(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    from tests.pulsetrain.sweep.test_sweep_pictures import add_trials, spec_of
+
+    add_trials(spec_of(tmp_path, "val/loss", monkeypatch, "<b>sweep"), 2)
+    for number in range(2):
+        write_run(tmp_path / "<b>sweep" / "trials" / f"{number:04}", [1.0, 0.5])
+    words = [sys.executable, "-m", "pulsetrain", "serve", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        chromium.get(server.stdout.readline().rpartition(": ")[2].strip() + "#view=Sweeps")
+        until(chromium, lambda: text(chromium, "h2") == "<b>sweep")
+        assert "2 completed, 1 failed; the best is trial 1: val/loss 0.5" in text(chromium, ".summary")
+        assert "<script>alert(1)</script>" in text(chromium)
+        until(chromium, lambda: chromium.find_elements("css selector", ".chart .trace"))
+        chromium.find_element("css selector", "button.link").click()
+        until(chromium, lambda: chart(chromium, "val/loss").get_attribute("data-points") == "2")
+        selected = "return [...document.querySelectorAll('#runs li')].filter(e => e.querySelector('input').checked)"
+        assert chromium.execute_script(f"{selected}.map(e => e.dataset.run)") == ["<b>sweep/trials/0001"]
+        server.terminate()
+
+
+def test_a_run_that_is_removed_while_it_is_shown_leaves_the_others(browser: Any, root: Path):
+    shutil.copytree(root / "a", root / "gone")
+    until(browser, lambda: browser.find_elements("css selector", '#runs li[data-run="gone"]'), 60)
+    browser.find_element("css selector", '#runs li[data-run="gone"] input').click()
+    until(browser, lambda: int(chart(browser, "val/loss").get_attribute("data-points")) >= 24, 60)
+    shutil.rmtree(root / "gone")
+    until(browser, lambda: not browser.find_elements("css selector", '#runs li[data-run="gone"]'), 60)
+    until(browser, lambda: "gone" not in browser.current_url)
+    browser.find_element("css selector", '#runs li[data-run="b"] input').click()
+    names = f"return ({CHART}?.data ?? []).map(each => each.name)"
+    until(browser, lambda: "b" not in (found := browser.execute_script(names, "val/loss")) and found)
+    assert text(browser, "#view-error") == ""
+
+
+def test_a_page_of_runs_that_are_gone_forgets_them(browser: Any, address: str):
+    browser.get("about:blank")
+    browser.get(f"{address}#view=Curves&run=never&run=a")
+    until(browser, lambda: int(chart(browser, "val/loss").get_attribute("data-points")) == 6)
+    until(browser, lambda: "never" not in browser.current_url)
 
 
 def test_nothing_is_asked_of_another_machine(browser: Any, address: str):

@@ -72,7 +72,7 @@ def test_stored_points_are_the_same_and_known_by_their_sign(tmp_path: Path):
     StoredSeries.write(kept, series, "another")  # replaces it
     assert StoredSeries.open(kept, "another") is not None
     assert [each.name for each in kept.parent.iterdir()] == ["a"]
-    (kept / "0.at.npy").write_bytes(b"damaged")
+    (kept / "0.at").write_bytes(b"damaged")
     assert stored.points(stored.about.names[0]) is None
 
 

@@ -61,3 +61,9 @@ def test_a_gap_stays_a_gap():
     assert drawn[:20].strip()
     assert not drawn[22:38].strip()
     assert drawn[42:].strip()
+
+
+@pytest.mark.parametrize(("values", "text"), [([], "no values yet"), ([np.nan, np.inf], "not finite")])
+def test_a_curve_that_cannot_be_drawn_says_why(values: list[float], text: str):
+    rows = draw([(np.arange(len(values), dtype=float), np.array(values))], 40, 5)
+    assert text in "\n".join("".join(cell.character for cell in row) for row in rows)

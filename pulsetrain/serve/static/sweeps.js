@@ -1,0 +1,68 @@
+// The sweeps whose trials are listed: each trial with its values and settings, the best one first.
+
+import { ask, colorOf, make, message, number, plain, plainLayout, soon, table } from "/dom.js";
+
+const SHOWN = 500; // trials of a sweep
+
+export function sweeps(view, page) {
+  let closed = false;
+
+  async function load() {
+    const found = await ask("sweeps");
+    if (closed) return;
+    view.replaceChildren(...found.map(sweep));
+    if (!found.length) view.append(message("No listed run is a trial of a sweep. `pulsetrain sweep` trains one configuration with many settings."));
+    found.forEach(draw);
+  }
+
+  function sweep(each) {
+    const heading = make("h2", {}, each.id);
+    if (each.error) return make("section", {}, heading, make("p", { class: "error" }, each.error));
+    const count = {};
+    each.trials.forEach((trial) => { count[trial.state] = (count[trial.state] ?? 0) + 1; });
+    const states = Object.entries(count).map(([state, trials]) => `${trials} ${state}`).join(", ");
+    const best = each.trials.find((trial) => trial.number === each.best);
+    const values = best ? each.metrics.map((name) => `${name} ${number(best.values[name])}`).join(", ") : "";
+    const runs = each.trials.map((trial) => trial.run).filter(Boolean);
+    const names = [...new Set(each.trials.flatMap((trial) => Object.keys(trial.params)))];
+    const rows = each.trials.slice(0, SHOWN).map((trial) => ({
+      differs: trial === best,
+      cells: [link(trial), trial.state, ...each.metrics.map((name) => trial.values[name] ?? null), ...names.map((name) => trial.params[name] ?? null), trial.error],
+    }));
+    const chart = make("div", { class: "chart" });
+    chart.dataset.sweep = each.id;
+    return make("section", {}, heading,
+      make("p", { class: "summary" }, `${each.trials.length} trials: ${states}${best ? `; the best is trial ${best.number}: ${values}` : ""} `,
+        runs.length ? make("button", { onclick: () => page.open(runs) }, "Curves of all") : null),
+      chart, table(["trial", "state", ...each.metrics, ...names, ""], rows),
+      each.trials.length > SHOWN ? message(`and ${each.trials.length - SHOWN} more`) : null);
+  }
+
+  function link(trial) {
+    if (!trial.run) return String(trial.number);
+    const button = make("button", { class: "link", title: `the curves of ${trial.run}`, onclick: () => page.open([trial.run]) }, String(trial.number));
+    button.style.borderColor = colorOf(trial.run);
+    return button;
+  }
+
+  // The values of the first metric in the order of the trials, and the best one so far.
+  function draw(each) {
+    const chart = view.querySelector(`.chart[data-sweep="${CSS.escape(each.id)}"]`);
+    const [metric] = each.metrics ?? [];
+    const trials = (each.trials ?? []).filter((trial) => trial.values[metric] !== undefined && trial.values[metric] !== null).sort((a, b) => a.number - b.number);
+    if (!trials.length) { chart?.remove(); return; }
+    const better = each.directions[metric] === "min" ? Math.min : Math.max;
+    const x = trials.map((trial) => trial.number), y = trials.map((trial) => trial.values[metric]);
+    const layout = plainLayout();
+    layout.title = { text: plain(metric), font: { size: 12 }, x: 0.02, xanchor: "left" };
+    layout.margin.b = 46;
+    layout.xaxis.title = { text: "trial", font: { size: 10 } };
+    const hover = "trial %{x}: %{y:.6g}<extra></extra>";
+    Plotly.react(chart, [
+      { type: "scatter", mode: "lines", x, y: y.map((_, index) => better(...y.slice(0, index + 1))), line: { shape: "hv", width: 1.4, color: "#78716c" }, hoverinfo: "skip" },
+      { type: "scatter", mode: "markers", x, y, marker: { size: 7, color: trials.map((trial) => colorOf(trial.run ?? "")) }, hovertemplate: hover },
+    ], layout, { displayModeBar: false, responsive: true });
+  }
+
+  return { select: load, update: soon(load, 1000), close() { closed = true; } };
+}

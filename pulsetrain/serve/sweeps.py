@@ -1,0 +1,51 @@
+"""The sweeps whose trials are listed, for the page: what `pulsetrain sweep FOLDER --status` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.engine.errors import PulsetrainError
+from pulsetrain.handlers.run_files.redaction import redacted
+from pulsetrain.runs.listing import path_of
+from pulsetrain.runs.summary import RunSummary
+from pulsetrain.sweep.results import read_results
+
+__all__ = ["sweeps_of"]
+
+
+def sweeps_of(runs: Mapping[str, RunSummary], root: Path) -> list[dict[str, Any]]:
+    """Each sweep with its trials, the best first; one that cannot be read with the reason.
+
+    Args:
+        runs: the listed runs by their ids.
+        root: what the paths of sweeps are relative to.
+    """
+    by_folder = {run.folder.resolve(): name for name, run in runs.items()}
+    return [_sweep(folder, by_folder, root) for folder in _folders(runs.values())]
+
+
+def _folders(runs: Iterable[RunSummary]) -> list[Path]:
+    found = {run.folder.parent.parent for run in runs if run.folder.parent.name == "trials"}
+    return sorted(folder for folder in found if (folder / "sweep.yaml").is_file())
+
+
+def _sweep(folder: Path, by_folder: Mapping[Path, str], root: Path) -> dict[str, Any]:
+    described: dict[str, Any] = {"id": path_of(folder.resolve(), root.resolve())}
+    try:
+        results = read_results(folder)
+    except (PulsetrainError, OSError, ValueError) as error:
+        return {**described, "error": str(error)}
+    best = results.best
+    trials = [
+        {
+            "number": each.number, "state": each.state, "params": redacted(dict(each.params)),
+            "values": dict(each.values), "error": redacted(each.error), "run": by_folder.get(each.folder.resolve()),
+        }
+        for each in results.ordered
+    ]  # fmt: skip
+    return {
+        **described, "metrics": list(results.directions), "directions": dict(results.directions), "trials": trials,
+        "best": None if best is None else best.number,
+    }  # fmt: skip
