@@ -46,17 +46,23 @@ def run(arguments: argparse.Namespace) -> int:
     with until_closed():
         print(_table(results))
     if arguments.worker is not None and any(trial.state == "running" for trial in results.trials):
-        print("\nother workers train the rest; the last one writes best.yaml", file=sys.stderr)
+        print("\nother workers train the rest; the last one writes the results", file=sys.stderr)
         return OK
     if results.best is None:
         print("pulsetrain: error: no trial has completed; the table has the errors", file=sys.stderr)
         return FAILED
-    _write_best(spec, results.best)
     from pulsetrain.sweep.pictures import write_pictures
 
+    if len(spec.metric) > 1:  # none of the front is better than the others
+        for trial in results.front:
+            _write_config(spec, trial, Path(spec.folder) / "front" / f"{trial.number:04d}.yaml")
+        print(f"\nPareto front   trials {', '.join(str(trial.number) for trial in results.front)}")
+        print(f"configurations {Path(spec.folder) / 'front'}")
+    else:
+        _write_config(spec, results.best, Path(spec.folder) / "best.yaml")
+        print(f"\nbest trial     {results.best.number}: {results.best.folder}")
+        print(f"configuration  {Path(spec.folder) / 'best.yaml'}")
     write_pictures(spec)
-    print(f"\nbest trial     {results.best.number}: {results.best.folder}")
-    print(f"configuration  {Path(spec.folder) / 'best.yaml'}")
     print(f"pictures       {Path(spec.folder) / 'sweep.html'}")
     return OK
 
@@ -130,14 +136,16 @@ def _table(results: SweepResults) -> str:
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
 
 
-def _write_best(spec: Spec, best: Trial) -> None:
-    """The base configuration with the values of the best trial."""
+def _write_config(spec: Spec, trial: Trial, path: Path) -> None:
+    """The base configuration with the values of a trial."""
     from pulsetrain.configuration.parse import read_config
     from pulsetrain.handlers.run_files.redaction import redacted
     from pulsetrain.sweep.trials import settings_of
 
-    config = read_config(Path(spec.config), settings_of(spec, best.params))
-    metric, value = next(iter(best.values.items()))
-    text = f"# trial {best.number} of {spec.folder}: {metric} {value:.6g}\n"
-    text += yaml.safe_dump({**redacted(config), "run": "runs/best-{n}"}, sort_keys=False, allow_unicode=True)
-    (Path(spec.folder) / "best.yaml").write_text(text, encoding="utf-8")
+    config = read_config(Path(spec.config), settings_of(spec, trial.params))
+    name = path.stem if path.parent == Path(spec.folder) else f"trial-{trial.number}"
+    values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
+    text = f"# trial {trial.number} of {spec.folder}: {values}\n"
+    text += yaml.safe_dump({**redacted(config), "run": f"runs/{name}-{{n}}"}, sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")

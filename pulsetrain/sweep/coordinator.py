@@ -26,12 +26,22 @@ from pulsetrain.sweep.reporting import PRUNED
 from pulsetrain.sweep.results import SweepResults, Trial, results_of
 from pulsetrain.sweep.spec import STORAGE, Spec, differing, read_saved, write_saved
 from pulsetrain.sweep.study import draw, open_study, set_sampler
-from pulsetrain.sweep.trials import Job, check_settings, error_in, outcome_of, run_job, settings_of, trial_folder
+from pulsetrain.sweep.trials import (
+    Job,
+    check_metrics,
+    check_settings,
+    error_in,
+    outcome_of,
+    run_job,
+    settings_of,
+    trial_folder,
+)
 from pulsetrain.sweep.workers import has_ended, owned_by, owner_name
 
 __all__ = ["run_sweep"]
 
 SUBMISSIONS = "submit"  # the folder that `pulsetrain submit` makes in the sweep's before it starts
+METRICS_CHECKED = 1.0  # seconds between two looks at what the first trials report
 MOST_DEATHS = 5  # of one trial while the sweep runs, before it counts as failed
 STOPPED = (128 + 2, 128 + 15, 128 + 10)  # statuses of a run that a signal has stopped
 UNKNOWN = 255  # of a process whose status was lost together with the process that forked it
@@ -114,6 +124,7 @@ class _Coordinator:
     ) -> None:
         self.spec, self._main, self._ended, self._worker = spec, main, ended, worker
         self._active: dict[int, _Active] = {}  # by sentinel
+        self._has_metrics = False  # whether a trial is known to report what the sweep judges by
         self._owner = f"{socket.gethostname()}:{Path(spec.folder).resolve()}"
         if worker is not None:
             self._owner = owner_name(worker)
@@ -139,12 +150,23 @@ class _Coordinator:
                     if not waiting:
                         break
                     continue
-                ready = connection.wait(list(self._active))
+                ready = connection.wait(list(self._active), None if self._has_metrics else METRICS_CHECKED)
+                if not self._has_metrics:
+                    self._check_metrics()
                 for sentinel in [each for each in self._active if each in ready]:
                     self._finish(self._active.pop(sentinel))
         finally:
             self._stop()
         return results_of(Path(self.spec.folder), self.spec.directions, self._trials())
+
+    def _check_metrics(self) -> None:
+        """Find a metric that no trial reports before the first of them has ended."""
+        for each in self._active.values():
+            try:
+                self._has_metrics |= check_metrics(self.spec, trial_folder(self.spec, each.trial.number))
+            except MetricNotFoundError as missing:
+                self._tell(each.trial, (), str(missing))
+                raise
 
     def _trials(self) -> list[Any]:
         found: list[Any] = self.study.get_trials(deepcopy=False)

@@ -43,7 +43,7 @@ def write_pictures(spec: Spec) -> Path:
             if len({each.values[metric] for each in completed}) > 1 and len(completed) >= _ENOUGH:
                 parts.append((f"Importance of the settings for {metric}", _importance(plotly, study, index)))
     if len(results.directions) == 2:
-        parts.append(("Pareto front", _front(plotly, results, {each.number for each in study.best_trials})))
+        parts.append(("Pareto front", _front(plotly, results)))
     sections = []
     for number, (title, figure) in enumerate(parts):
         drawn = figure.to_html(full_html=False, include_plotlyjs=not number, config=_CHART)
@@ -114,8 +114,9 @@ def _importance(plotly: Any, study: Any, index: int) -> Any:
     return _layout(plotly.Figure([bars]), "share of the variance", "").update_yaxes(automargin=True)
 
 
-def _front(plotly: Any, results: SweepResults, best: set[int]) -> Any:
+def _front(plotly: Any, results: SweepResults) -> Any:
     first, second = results.directions
+    best = {each.number for each in results.front}
     figure = plotly.Figure()
     for name, color, wanted in (("trial", _BLUE, False), ("on the front", _ORANGE, True)):
         chosen = [each for each in results.trials if each.state == "completed" and (each.number in best) == wanted]
@@ -128,6 +129,8 @@ def _page(results: SweepResults, sections: str) -> str:
     name = html.escape(results.folder.name)
     best = results.best
     hint = "no trial has completed" if best is None else f"best: trial {best.number}, {html.escape(_values(best))}"
+    if len(results.directions) > 1 and best is not None:
+        hint = f"Pareto front: trials {', '.join(str(each.number) for each in results.front)}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>sweep {name}</title>\n'
         f"<style>{STYLE}</style></head>\n<body><main><header><h1>{name}</h1><small>{hint}</small></header>\n"

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.resolve import resolve
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
@@ -25,7 +26,17 @@ from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.sweep.spec import Range, Spec
 
-__all__ = ["Job", "Outcome", "check_settings", "error_in", "outcome_of", "run_job", "settings_of", "trial_folder"]
+__all__ = [
+    "Job",
+    "Outcome",
+    "check_metrics",
+    "check_settings",
+    "error_in",
+    "outcome_of",
+    "run_job",
+    "settings_of",
+    "trial_folder",
+]
 
 HANDLER = "pulsetrain.sweep.reporting.SweepTrial"
 _HANDLERS = "handlers."
@@ -177,7 +188,7 @@ def outcome_of(spec: Spec, folder: Path) -> Outcome:
             continue
         seen |= metrics
         for name, values in found.items():
-            key = next((each for each in metrics if each.replace("/", "_") == name.replace("/", "_")), None)
+            key = _key_of(name, metrics)
             if key is not None:
                 values.append(float(metrics[key]))  # the texts NaN and Infinity, too
     for name, values in found.items():
@@ -185,6 +196,35 @@ def outcome_of(spec: Spec, folder: Path) -> Outcome:
             canonical(name, seen, place="metric")
     chosen = [_chosen(values, mode, spec.value) for values, mode in zip(found.values(), spec.mode, strict=True)]
     return Outcome(tuple(chosen), reason, iteration)
+
+
+def check_metrics(spec: Spec, folder: Path) -> bool:
+    """Whether a run that still trains has reported every metric; False while that is not known.
+
+    A run lacks a metric if it has validated twice and reported others of the same set, such as "val", each time.
+
+    Raises:
+        MetricNotFoundError: it lacks one; the message lists those that it has.
+    """
+    found: list[Mapping[str, object]] = []
+    with suppress(RecordingError):  # not begun yet
+        for event in EventLog(folder).read(event={each.value for each in METRIC_EVENTS}):
+            if isinstance(event.payload, dict) and isinstance(event.payload.get("metrics"), dict):
+                found.append(event.payload["metrics"])
+    missing = [name for name in spec.metric if all(_key_of(name, metrics) is None for metrics in found)]
+    for name in missing:
+        beside = [each for each in found if any(_set_of(key) == _set_of(name) for key in each)]
+        if len(beside) > 1:
+            canonical(name, {key: value for metrics in found for key, value in metrics.items()}, place="metric")
+    return not missing
+
+
+def _key_of(name: str, metrics: Mapping[str, object]) -> str | None:
+    return next((each for each in metrics if each.replace("/", "_") == name.replace("/", "_")), None)
+
+
+def _set_of(name: str) -> str:
+    return name.replace("_", "/").partition("/")[0]
 
 
 def _chosen(values: Sequence[float], mode: str, which: str) -> float:

@@ -67,6 +67,36 @@ def test_a_second_sweep_on_the_same_folder_is_refused(base: Path, capsys: Stream
 
 
 @pytest.mark.slow
+def test_a_sweep_by_several_metrics_names_the_front_and_writes_its_configurations(base: Path) -> None:
+    space = "{training.learning_rate: {low: 1e-4, high: 1e-1, log: true}}"
+    (base / "s.yaml").write_text(
+        f"config: base.yaml\nfolder: out\nsampler: nsga2\ntrials: 3\nmetric: [val/loss, train/loss]\nspace: {space}\n"
+    )
+    done = pulsetrain("sweep", "s.yaml")
+    assert done.returncode == 0, done.stderr
+    front = read_results(Path("out")).front
+    assert front
+    assert f"Pareto front   trials {', '.join(str(each.number) for each in front)}" in done.stdout
+    assert sorted(Path("out/front").iterdir()) == sorted(Path(f"out/front/{each.number:04d}.yaml") for each in front)
+    assert not Path("out/best.yaml").exists()
+    trained = pulsetrain("train", f"out/front/{front[0].number:04d}.yaml", "--run", "again")
+    assert trained.returncode == 0, trained.stderr
+    assert losses(Path("again")) == losses(front[0].folder)
+
+
+@pytest.mark.slow
+def test_a_metric_that_no_run_has_stops_the_sweep_before_the_first_trial_ends(base: Path) -> None:
+    (base / "s.yaml").write_text(
+        "config: base.yaml\nfolder: out\nsampler: grid\nmetric: val/regret\nmode: min\n"
+        "space: {training.max_epochs: [1000000]}\n"
+    )
+    done = pulsetrain("sweep", "s.yaml")
+    assert done.returncode == 2
+    assert "val/regret" in done.stderr
+    assert "val/loss" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_sweep_prints_its_trials_and_writes_the_best_configuration(base: Path) -> None:
     (base / "s.yaml").write_text(GRID)
     done = pulsetrain("sweep", "s.yaml")
