@@ -146,7 +146,7 @@ def of_the_page(address: str, pid: int, rounds: int) -> tuple[float, float, floa
             first.append(time.perf_counter() - begun)
             count = len(page.find_elements("css selector", "#runs li"))
             page.execute_script("const all = document.getElementById('all'); if (!all.checked) all.click()")
-            whole.append(until(lambda: page.execute_script(f"return {LOSS}?.data?.length") == count))  # noqa: B023
+            whole.append(until(lambda: page.execute_script(f"return Number({LOSS}?.dataset.runs)") == count))  # noqa: B023
             time.sleep(0.5)
             part = f"{{'xaxis.range[0]': {0.5 * ITERATIONS}, 'xaxis.range[1]': {0.6 * ITERATIONS}}}"
             page.execute_script(f"window.before = {LOSS}.dataset.last; Plotly.relayout({LOSS}, {part})")

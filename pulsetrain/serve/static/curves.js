@@ -3,6 +3,7 @@
 import { ask, colorOf, make, message, number, plain, plainLayout, soon } from "/dom.js";
 
 const SHOWN = 12; // charts at first
+const SEPARATE = 40; // runs in a chart, each with a line of its own
 const FIRST = ["val/loss", "train/loss", "loss, each iteration"];
 
 export function curves(view, page) {
@@ -74,8 +75,9 @@ export function curves(view, page) {
     }
 
     function draw() {
-      const traces = Object.entries(data).map(([run, { x, y }]) => ({
-        type: "scatter", mode: x.length <= 40 ? "lines+markers" : "lines", name: plain(run), x, y: smoothed(y, settings.smoothing),
+      const drawnRuns = Object.entries(data).map(([run, { x, y }]) => ({ run, x, y: smoothed(y, settings.smoothing) }));
+      const traces = drawnRuns.length > SEPARATE ? together(drawnRuns) : drawnRuns.map(({ run, x, y }) => ({
+        type: "scatter", mode: x.length <= 40 ? "lines+markers" : "lines", name: plain(run), x, y,
         line: { color: colorOf(run), width: 1.4 }, marker: { size: 4 },
         hovertemplate: `${plain(run)}<br>%{y:.6g} at %{x:,}<extra></extra>`,
       }));
@@ -92,8 +94,9 @@ export function curves(view, page) {
           else if (change["xaxis.autorange"]) zoom(null);
         });
       }
-      element.dataset.points = String(traces.reduce((sum, trace) => sum + trace.x.length, 0));
-      element.dataset.last = String(Math.max(...traces.map((trace) => trace.x.at(-1) ?? 0)));
+      element.dataset.runs = String(drawnRuns.length);
+      element.dataset.points = String(drawnRuns.reduce((sum, each) => sum + each.x.length, 0));
+      element.dataset.last = String(Math.max(...drawnRuns.map((each) => each.x.at(-1) ?? 0)));
     }
 
     return { element, fetch: fetchPoints, draw };
@@ -109,6 +112,28 @@ export function curves(view, page) {
     },
     close() { closed = true; },
   };
+}
+
+// Many runs in one line for each colour, with gaps between them: plotly takes its time for each line.
+function together(drawnRuns) {
+  const lines = new Map();
+  for (const { run, x, y } of drawnRuns) {
+    const color = colorOf(run), name = plain(run);
+    if (!lines.has(color)) lines.set(color, { x: [], y: [], customdata: [] });
+    const line = lines.get(color);
+    for (let index = 0; index < x.length; index++) {
+      line.x.push(x[index]);
+      line.y.push(y[index]);
+      line.customdata.push(name);
+    }
+    line.x.push(null);
+    line.y.push(null);
+    line.customdata.push(name);
+  }
+  return [...lines].map(([color, line]) => ({
+    type: "scatter", mode: "lines", ...line, connectgaps: false, line: { color, width: 1.4 },
+    hovertemplate: "%{customdata}<br>%{y:.6g} at %{x:,}<extra></extra>",
+  }));
 }
 
 // An exponential average, divided by the sum of its weights; a gap stays a gap.

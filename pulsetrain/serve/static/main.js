@@ -145,7 +145,11 @@ function show() {
 function follow() {
   const source = new EventSource("/api/live");
   const again = soon(load, 300);
-  source.onopen = () => { at("state").className = ""; at("state").textContent = "live"; };
+  source.onopen = () => {
+    if (at("state").className === "lost" || !page.current) again(); // what has changed meanwhile
+    at("state").className = "";
+    at("state").textContent = "live";
+  };
   source.onerror = () => { at("state").className = "lost"; at("state").textContent = "connection lost; trying again"; };
   source.onmessage = ({ data }) => {
     const { runs, reading } = JSON.parse(data);
