@@ -68,9 +68,10 @@ def test_a_second_sweep_on_the_same_folder_is_refused(base: Path, capsys: Stream
 
 @pytest.mark.slow
 def test_a_sweep_by_several_metrics_names_the_front_and_writes_its_configurations(base: Path) -> None:
+    (base / "base.yaml").write_text(f"{CONFIG}metrics: {{mae: ignite.metrics.MeanAbsoluteError}}\n")
     space = "{training.learning_rate: {low: 1e-4, high: 1e-1, log: true}}"
     (base / "s.yaml").write_text(
-        f"config: base.yaml\nfolder: out\nsampler: nsga2\ntrials: 3\nmetric: [val/loss, train/loss]\nspace: {space}\n"
+        f"config: base.yaml\nfolder: out\nsampler: nsga2\ntrials: 3\nmetric: [val/loss, val/mae]\nspace: {space}\n"
     )
     done = pulsetrain("sweep", "s.yaml")
     assert done.returncode == 0, done.stderr
