@@ -61,6 +61,14 @@ export function curves(view, page) {
     redraw();
   }
 
+  // plotly shows a constant rate of 0.001 on an axis from -1 to 1
+  function nearConstant(drawnRuns) {
+    let low = Infinity, high = -Infinity;
+    for (const { y } of drawnRuns) for (const value of y) if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
+    const margin = Math.abs(low) / 10;
+    return low === high && low !== 0 ? { clipmin: low - margin, clipmax: low + margin } : {};
+  }
+
   function chart(name) {
     const element = make("div", { class: "chart" });
     element.dataset.metric = name;
@@ -85,6 +93,7 @@ export function curves(view, page) {
       layout.title = { text: plain(name), font: { size: 12 }, x: 0.02, xanchor: "left" };
       layout.yaxis.type = settings.log ? "log" : "linear";
       layout.xaxis.title = { text: { time: "seconds", tokens: "tokens" }[settings.x] ?? "", font: { size: 10 } };
+      layout.yaxis.autorangeoptions = nearConstant(drawnRuns);
       if (range) layout.xaxis.range = range;
       Plotly.react(element, traces, layout, { displayModeBar: false, responsive: true });
       if (!drawn) {

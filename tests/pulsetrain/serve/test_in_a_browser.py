@@ -149,6 +149,17 @@ def test_smoothing_and_log_change_what_is_drawn(browser: Any):
     until(browser, lambda: browser.execute_script("return arguments[0].layout.yaxis.type", drawn) == "log")
 
 
+def test_the_axis_of_a_constant_is_near_its_value(browser: Any):
+    for other in ("b", HOSTILE):
+        boxes = browser.find_elements("css selector", "#runs li")
+        next(each for each in boxes if each.get_attribute("data-run") == other).find_element(
+            "tag name", "input"
+        ).click()
+    drawn = chart(browser, "learning_rate")
+    axis = "return [...arguments[0]._fullLayout.yaxis.range]"
+    until(browser, lambda: browser.execute_script(axis, drawn) == pytest.approx([0.009, 0.011]))
+
+
 def test_every_view_shows_the_runs(browser: Any):
     tab(browser, "Timeline")
     until(browser, lambda: len(browser.find_elements("css selector", ".chart .trace")) >= 6)
