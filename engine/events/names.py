@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 import msgspec
 from ignite.engine.events import CallableEventWithFilter as IgniteEvent
@@ -31,20 +31,33 @@ __all__ = [
     "value_of",
 ]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Payload = TypeVar("Payload", default=Any)
+else:
+    from typing import TypeVar
+
+    Payload = TypeVar("Payload")  # defaults of type variables are newer than Python 3.11
+
 EventLike: TypeAlias = IgniteEvent | str  # what a user may pass: a member, filtered or not, or a registered string
 
 _serial = itertools.count()
 
 
-class Event(msgspec.Struct, omit_defaults=True):
-    """One fired event: the record that a handler with an `event` parameter gets."""
+class Event(msgspec.Struct, Generic[Payload], omit_defaults=True):
+    """One fired event: the record that a handler with an `event` parameter gets.
+
+    A handler may say which payload it expects, as in `def report(engine: Engine, event: Event[ValidationCompleted])`;
+    type checkers then know the payload's fields. `Event` alone has a payload of any type.
+    """
 
     seq: int  # position in the bus's total order
     engine: str  # name of the engine that fired it
     type: str  # the event's value, such as "iteration_completed"
     epoch: int
     iteration: int
-    payload: Any  # an object of the event's payload type, which the handler knows
+    payload: Payload  # an object of the event's payload type, which the handler knows
     time_ns: int  # host wall clock, nanoseconds since 1970
     observed: bool = False  # fired at a moment that depends on the clock or on another thread: not reproducible
 
