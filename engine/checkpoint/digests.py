@@ -92,7 +92,6 @@ class _Digesting(io.RawIOBase):
                 hashing.result()
         if hashing is None:
             self.digest.update(view)
-        PROGRESS.pieces += 1
         self.size += written
         return written
 
@@ -102,4 +101,5 @@ class _Digesting(io.RawIOBase):
         while written < view.nbytes:
             count = self.put(view[written:] if written else view)
             written = view.nbytes if count is None else written + count
+            PROGRESS.pieces += 1
         return written

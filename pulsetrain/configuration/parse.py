@@ -15,7 +15,7 @@ import yaml
 
 from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.sections import NAMED, SECTIONS
-from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.configuration.yaml_text import load_yaml, one_line, read_yaml
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["differences", "read_config"]
@@ -33,12 +33,7 @@ def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: the file cannot be read, is not YAML, or has an unknown section or lacks one.
     """
-    try:
-        config = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    config = read_yaml(path)
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: needs the sections {', '.join(SECTIONS)}")
     for section in config:
@@ -86,7 +81,7 @@ def _override(config: dict[str, object], key: str, text: str) -> None:
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"--{key} {text!r}: not valid YAML: {_one_line(error)}") from error
+        raise ConfigurationError(f"--{key} {text!r}: not valid YAML: {one_line(error)}") from error
     if section in NAMED and rest and isinstance(config.get(section), str):
         config[section] = {"class_path": config[section]}
     parent, name = config, section
@@ -102,10 +97,6 @@ def _override(config: dict[str, object], key: str, text: str) -> None:
             )
         parent, name = inner, child
     parent[name] = value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).replace('in "<unicode string>"', "at").replace("at, ", "at ").split())
 
 
 def _check_kinds(path: Path, config: Mapping[str, object]) -> None:

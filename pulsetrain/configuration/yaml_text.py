@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["load_yaml"]
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["load_yaml", "one_line", "read_yaml"]
 
 
 class _Numbers:
@@ -50,3 +53,22 @@ def load_yaml(text: str, *, fast: bool = False) -> Any:  # whatever the text hol
     {'learning_rate': 0.0003, 'betas': [0.9, 0.99]}
     """
     return yaml.load(text, _FastLoader if fast else _Loader)
+
+
+def read_yaml(path: Path) -> Any:  # whatever the file holds
+    """The value that a file holds.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is not YAML.
+    """
+    try:
+        return load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: not valid YAML: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """What a YAML error says, with the place in the text."""
+    return " ".join(str(error).replace('in "<unicode string>"', "at").replace("at, ", "at ").split())

@@ -15,7 +15,7 @@ import yaml
 
 from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.parse import read_config
-from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.handlers.run_files.redaction import redacted
@@ -109,13 +109,17 @@ def read_spec(path: Path) -> Spec:
             raise unknown(f"{path}: {name}", "entry", name, names)
     for name in ("config", "space", "metric"):
         if not given.get(name):
-            raise ConfigurationError(f"{path}: the entry {name!r} is missing; see docs/sweep.md")
+            lacks = f"is empty: {given[name]!r}" if name in given else "is missing"
+            raise ConfigurationError(f"{path}: the entry {name!r} {lacks}; see docs/sweep.md")
+    for name in ("config", "folder", "study", "storage"):
+        if not isinstance(given.get(name), str | None):
+            raise ConfigurationError(f"{path}: {name}={given[name]!r}: needs text")
     config = path.parent / str(given["config"])
     base = read_config(config, {})
     space = _space(path, given["space"])
     sampler, sampler_options = _chosen(path, "sampler", given.get("sampler", "tpe"), SAMPLERS)
     pruner, pruner_options = _chosen(path, "pruner", given.get("pruner") or "none", PRUNERS)
-    metric, mode = _judged(path, given["metric"], given.get("mode"))
+    metric, mode = _judged(path, given["metric"], given.get("mode"), base)
     numbers = {
         name: _count(path, name, given[name])
         for name in ("trials", "workers", "population", "interval", "generations")
@@ -127,13 +131,16 @@ def read_spec(path: Path) -> Spec:
     value = given.get("value", "last" if sampler == "population" else "best")  # a fork's log repeats its parent's last
     if value not in ("best", "last"):
         raise unknown(f"{path}: value", "choice", value, ("best", "last"))
-    replay = given.get("replay") or ()
+    replay = given.get("replay") or []
+    replay = [replay] if isinstance(replay, str) else replay
+    if not isinstance(replay, list) or not all(isinstance(each, str) for each in replay):
+        raise ConfigurationError(f"{path}: replay={replay!r}: needs a run folder, or a list of them")
     spec = Spec(
         str(config.resolve()), str(given.get("folder") or f"sweeps/{path.stem}"), space, metric, mode, sampler,
         sampler_options, pruner, pruner_options, **numbers, seed=seed, value=value,
         storage=given.get("storage") or os.environ.get(STORAGE) or None,
         study=str(given.get("study") or Path(str(given.get("folder") or path.stem)).name),
-        replay=(replay,) if isinstance(replay, str) else tuple(map(str, replay)), base=base,
+        replay=tuple(replay), base=base,
     )  # fmt: skip
     _check_together(path, spec)
     return spec
@@ -181,12 +188,7 @@ def _check_together(path: Path, spec: Spec) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        given = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    given = read_yaml(path)
     if not isinstance(given, dict):
         raise ConfigurationError(f"{path}: needs the entries config, space and metric; see docs/sweep.md")
     return given
@@ -238,19 +240,26 @@ def _chosen(path: Path, entry: str, given: object, choices: tuple[str, ...]) -> 
     return str(given), options
 
 
-def _judged(path: Path, given: object, mode: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The metrics, and whether smaller or larger values of each are better: as given, or as the name says."""
+def _judged(
+    path: Path, given: object, mode: object, base: Mapping[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The metrics, and whether smaller or larger values of each are better.
+
+    As given; else as a handler of the configuration that judges the same metric says; else as the name says.
+    """
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not names or not all(isinstance(each, str) and each for each in names):
         raise ConfigurationError(
             f"{path}: metric={given!r}: needs a metric's name, such as val/loss, or a list of them"
         )
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"{path}: metric={given!r}: names a metric twice")
     modes = mode if isinstance(mode, list) else [mode] * len(names)
     if len(modes) != len(names):
         raise ConfigurationError(f"{path}: mode={mode!r}: needs one for each of the {len(names)} metrics")
     found = []
     for name, each in zip(names, modes, strict=True):
-        each = infer_mode(name) if each is None else each
+        each = (_mode_of_handlers(path, name, base) or infer_mode(name)) if each is None else each
         if each is None:
             raise ConfigurationError(f"{path}: mode: whether smaller or larger values of {name} are better does not "
                                      "follow from its name; give min or max")  # fmt: skip
@@ -258,6 +267,19 @@ def _judged(path: Path, given: object, mode: object) -> tuple[tuple[str, ...], t
             raise unknown(f"{path}: mode={each!r}", "mode", each, ("min", "max"))
         found.append(str(each))
     return tuple(names), tuple(found)
+
+
+def _mode_of_handlers(path: Path, metric: str, base: Mapping[str, Any]) -> str | None:
+    """What the arguments of the configuration's handlers, such as EarlyStopping, say about the metric."""
+    modes: dict[str, str] = {}  # mode -> the handler that says so
+    for each in base.get("handlers") or ():
+        arguments = each.get("init_args") if isinstance(each, dict) else None
+        if isinstance(arguments, dict) and arguments.get("metric") == metric and arguments.get("mode") is not None:
+            modes[str(arguments["mode"])] = str(each.get("class_path"))
+    if len(modes) > 1:
+        said = " and ".join(f"{handler} {mode}" for mode, handler in modes.items())
+        raise ConfigurationError(f"{path}: mode: the handlers disagree about {metric}: {said}; give min or max")
+    return next(iter(modes), None)
 
 
 def _count(path: Path, name: str, value: object) -> int:

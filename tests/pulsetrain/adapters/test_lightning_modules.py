@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-lightning = pytest.importorskip("lightning")
+lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from pulsetrain import Checkpointer, EarlyStopping, Events, Every, Trainer, TrainingConfig, from_lightning  # noqa: E402
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError  # noqa: E402

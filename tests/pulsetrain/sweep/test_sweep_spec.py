@@ -52,6 +52,13 @@ def written(folder: Path, **entries: str) -> Path:
         ({"metric": "[val/loss, val/accuracy]", "pruner": "asha"}, "pruners compare one metric"),
         ({"sampler": "population", "trials": "4"}, "a population needs it"),
         ({"storage": "mysql://me:secret@host/a"}, "storage: mysql is not supported"),
+        ({"replay": "3"}, "needs a run folder"),
+        ({"replay": "{a: b}"}, "needs a run folder"),
+        ({"metric": "[val/loss, val/loss]"}, "names a metric twice"),
+        ({"study": "[a]"}, "study=['a']: needs text"),
+        ({"config": "5"}, "config=5: needs text"),
+        ({"space": "{}"}, "the entry 'space' is empty"),
+        ({"space": "{a: [1"}, "not valid YAML"),
     ],
     ids=[
         "log-of-0",
@@ -68,6 +75,13 @@ def written(folder: Path, **entries: str) -> Path:
         "pruner",
         "interval",
         "storage",
+        "replay-number",
+        "replay-mapping",
+        "metric-twice",
+        "study",
+        "config",
+        "empty-space",
+        "yaml",
     ],
 )
 def test_what_cannot_be_used_is_refused(base: Path, entries: dict[str, str], message: str) -> None:
@@ -75,6 +89,23 @@ def test_what_cannot_be_used_is_refused(base: Path, entries: dict[str, str], mes
         read_spec(written(base, **entries))
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def with_handlers(folder: Path, *modes: str) -> Path:
+    handlers = [f"{{class_path: EarlyStopping, init_args: {{metric: val/quality, mode: {mode}}}}}" for mode in modes]
+    (folder / "base.yaml").write_text(CONFIG.replace("EventRecorder,", f"EventRecorder, {', '.join(handlers)},"))
+    return written(folder, metric="val/quality")
+
+
+def test_the_mode_of_a_handler_that_judges_the_metric_is_that_of_the_sweep(base: Path) -> None:
+    assert read_spec(with_handlers(base, "max")).mode == ("max",)
+    assert read_spec(with_handlers(base, "min")).mode == ("min",)
+    assert read_spec(written(base, metric="val/quality", mode="max")).mode == ("max",)
+
+
+def test_handlers_that_disagree_about_a_metric_are_refused(base: Path) -> None:
+    with pytest.raises(ConfigurationError, match="the handlers disagree about val/quality"):
+        read_spec(with_handlers(base, "max", "min"))
 
 
 def test_a_setting_that_the_configuration_does_not_know_is_refused_with_near_names(base: Path) -> None:
