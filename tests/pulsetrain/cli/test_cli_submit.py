@@ -174,7 +174,7 @@ def test_jobs_of_a_queue_that_is_killed_resume_and_end_as_if_it_had_not_been(bas
     for folder in ("a", hostile):
         assert main(["submit", "base.yaml", "--to", "local", "--run", folder, "--devices", "1"]) == 0
     for folder in ("a", hostile):
-        until(lambda folder=folder: list(Path(folder, "checkpoints").glob("*/manifest.json")))  # type: ignore[misc]
+        until(lambda folder=folder: list(Path(folder, "checkpoints").glob("0*/manifest.json")))  # type: ignore[misc]
         for process in [each for text in (str(base.parent), "base.yaml") for each in processes_with(text)]:
             os.kill(process, signal.SIGKILL)
         assert queue.job(1).state == ("running" if folder == "a" else "done")
