@@ -88,7 +88,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_job_that_is_preempted_is_requeued_and_resumes(slurm: Path, processes: int) -> None:
     words = ["--launch.nproc", str(processes)]
     assert main(["submit", "base.yaml", "--to", "slurm", "--run", "a", *words]) == 0
-    until(lambda: list(Path("a/checkpoints").glob("*/manifest.json")))
+    until(lambda: list(Path("a/checkpoints").glob("0*/manifest.json")))
     os.killpg(int((slurm / "group-71").read_text()), signal.SIGUSR2)  # as Slurm does, to all processes of the step
     until(lambda: (slurm / "ended-71").exists())
     assert (slurm / "ended-71").read_text() == "0", Path("a/submit/71_0_log.out").read_text()
@@ -127,7 +127,7 @@ def test_a_job_of_submitits_local_executor_is_interrupted_and_resumes(
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=10)
     job = executor.submit(ClusterJob(["train", "base.yaml", "--folder=a", "--resume=latest", "--wait"]))
-    until(lambda: list(Path("a/checkpoints").glob("*/manifest.json")))
+    until(lambda: list(Path("a/checkpoints").glob("0*/manifest.json")))
     (task,) = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()
     os.kill(int(task), signal.SIGUSR2)
     assert job.result() == 0
