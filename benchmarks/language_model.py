@@ -146,6 +146,12 @@ def seconds(runs: Sequence[Run], key: str = "seconds") -> float:
     return sum(medians)
 
 
+def between_saves(runs: Sequence[Run]) -> float:
+    """Milliseconds of an iteration in the median slice, which neither starts, saves nor ends a run."""
+    times: list[float] = [each["seconds"] for run in runs for each in run["slices"]]
+    return 1e3 * statistics.median(times) / SLICE
+
+
 def rows_of(found: Mapping[str, list[Run]], task: Task, prefix: str = "") -> list[Row]:
     """For each contestant its throughput and its memory next to the hand-written loop's."""
     rows = []
@@ -156,7 +162,7 @@ def rows_of(found: Mapping[str, list[Run]], task: Task, prefix: str = "") -> lis
             statistics.median(run["peak"] for run in runs) / 2**20,
             statistics.median(run["helpers"] for run in runs) / 2**20,
         )
-        also = {"ms": took, "peak, MiB": peak, "helpers, MiB": helpers}
+        also = {"ms": took, "ms, median slice": between_saves(runs), "peak, MiB": peak, "helpers, MiB": helpers}
         if name == base:
             rows.append(Row(name=prefix + name, unit="ms", measured=took, kind="absolute", also=also))
             continue

@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
-PACKAGES = {  # packages with a page of their own each; those of a dictionary's page are shared out by folder
+PACKAGES = {  # each has one page
     "pulsetrain": "Trainer and configuration",
     "pulsetrain.testing": "Testing",
     "pulsetrain.engine.checkpoint": "Checkpoints",

@@ -25,7 +25,7 @@ KNOWN_WORDS: Final = (*_LOWER, *_HIGHER)
 def mode_of_words(name: str) -> Mode | None:
     """Whether smaller ("min") or larger ("max") values are better, by the words after the last "/"; None if unknown.
 
-    >>> mode_of_words("val/loss"), mode_of_words("val/token_accuracy"), mode_of_words("accuracy_loss")
+    >>> mode_of_words("val/loss"), mode_of_words("val/acc"), mode_of_words("accuracy_loss")
     ('min', 'max', None)
     """
     words = f"_{name.lower().rpartition('/')[2]}_"

@@ -45,6 +45,10 @@ class ModuleView(TrainerView):
         return 0 if self._run is None else super().global_step - self.updating
 
     @property
+    def training(self) -> bool:
+        return self._run is not None and bool(self._run.model.training)
+
+    @property
     def max_epochs(self) -> int | None:
         return self._config.max_epochs
 
@@ -76,5 +80,3 @@ class ModuleView(TrainerView):
     def callback_metrics(self) -> dict[str, Tensor]:
         found = {} if self._run is None else super().callback_metrics
         return {**found, **{name: torch.as_tensor(value) for name, value in self.logged.items()}}
-
-    training = True

@@ -52,11 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
         print("pulsetrain: error: no trial has completed; the table has the errors", file=sys.stderr)
         return FAILED
     from pulsetrain.sweep.pictures import write_pictures
+    from pulsetrain.sweep.study import front_of, open_study
 
     if len(spec.metric) > 1:  # none of the front is better than the others
-        for trial in results.front:
-            _write_config(spec, trial, Path(spec.folder) / "front" / f"{trial.number:04d}.yaml")
-        print(f"\nPareto front   trials {', '.join(str(trial.number) for trial in results.front)}")
+        front = front_of(open_study(spec, create=False))
+        for trial in results.trials:
+            if trial.number in front:
+                _write_config(spec, trial, Path(spec.folder) / "front" / f"{trial.number:04d}.yaml")
+        print(f"\nPareto front   trials {', '.join(map(str, front))}")
         print(f"configurations {Path(spec.folder) / 'front'}")
     else:
         _write_config(spec, results.best, Path(spec.folder) / "best.yaml")

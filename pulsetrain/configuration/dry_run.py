@@ -25,6 +25,7 @@ from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.engine import FIRST, LAST, Events, Every, Phase, RunFolderError
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.loaders import length_of
+from pulsetrain.engine.durations import duration
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.handlers import Alert, Checkpointer, LRFinder
 from pulsetrain.handlers.crash.crash_files import forget_bundle
@@ -209,7 +210,7 @@ class _Timing:
         if total is None:
             yield _row("the run", "the number of batches is not known in advance")
         else:
-            long = f"about {_duration(total * pace)} at this pace, without validation and saving"
+            long = f"about {duration(total * pace)} at this pace, without validation and saving"
             yield _row("the run", f"{total:,} batches, {long}")
 
 
@@ -288,13 +289,6 @@ def _memory(device: torch.device) -> str:
     if device.type != "cuda":
         return host
     return f"{host}, {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB of the device's"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.2g} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
 def _count(number: int, thing: str) -> str:

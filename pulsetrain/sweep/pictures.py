@@ -14,7 +14,7 @@ from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.style import STYLE
 from pulsetrain.sweep.results import SweepResults, Trial, results_of
 from pulsetrain.sweep.spec import Range, Spec
-from pulsetrain.sweep.study import open_study
+from pulsetrain.sweep.study import front_of, open_study
 
 __all__ = ["write_pictures"]
 
@@ -42,14 +42,15 @@ def write_pictures(spec: Spec) -> Path:
             parts.append((f"Settings and {metric}", _parallel(plotly, completed, names, metric)))
             if len({each.values[metric] for each in completed}) > 1 and len(completed) >= _ENOUGH:
                 parts.append((f"Importance of the settings for {metric}", _importance(plotly, study, index)))
+    front = front_of(study)
     if len(results.directions) == 2:
-        parts.append(("Pareto front", _front(plotly, results)))
+        parts.append(("Pareto front", _front(plotly, results, front)))
     sections = []
     for number, (title, figure) in enumerate(parts):
         drawn = figure.to_html(full_html=False, include_plotlyjs=not number, config=_CHART)
         sections.append(f"<section><h2>{html.escape(title)}</h2>{drawn}</section>")
     path = Path(spec.folder) / "sweep.html"
-    replace_file(path, _page(results, "\n".join(sections)).encode())
+    replace_file(path, _page(results, front, "\n".join(sections)).encode())
     return path
 
 
@@ -114,9 +115,8 @@ def _importance(plotly: Any, study: Any, index: int) -> Any:
     return _layout(plotly.Figure([bars]), "share of the variance", "").update_yaxes(automargin=True)
 
 
-def _front(plotly: Any, results: SweepResults) -> Any:
+def _front(plotly: Any, results: SweepResults, best: Sequence[int]) -> Any:
     first, second = results.directions
-    best = {each.number for each in results.front}
     figure = plotly.Figure()
     for name, color, wanted in (("trial", _BLUE, False), ("on the front", _ORANGE, True)):
         chosen = [each for each in results.trials if each.state == "completed" and (each.number in best) == wanted]
@@ -125,12 +125,12 @@ def _front(plotly: Any, results: SweepResults) -> Any:
     return _layout(figure, first, second)
 
 
-def _page(results: SweepResults, sections: str) -> str:
+def _page(results: SweepResults, front: Sequence[int], sections: str) -> str:
     name = html.escape(results.folder.name)
     best = results.best
     hint = "no trial has completed" if best is None else f"best: trial {best.number}, {html.escape(_values(best))}"
     if len(results.directions) > 1 and best is not None:
-        hint = f"Pareto front: trials {', '.join(str(each.number) for each in results.front)}"
+        hint = f"Pareto front: trials {', '.join(map(str, front))}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>sweep {name}</title>\n'
         f"<style>{STYLE}</style></head>\n<body><main><header><h1>{name}</h1><small>{hint}</small></header>\n"

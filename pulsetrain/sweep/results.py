@@ -55,23 +55,6 @@ class SweepResults:
         sign = 1 if mode == "min" else -1
         return min(ended, key=lambda each: (sign * each.values[metric], each.number), default=None)
 
-    @property
-    def front(self) -> list[Trial]:
-        """The completed trials that no other one beats in one metric and equals in the rest, as `ordered`."""
-        signs = {metric: 1 if mode == "min" else -1 for metric, mode in self.directions.items()}
-        costs = {
-            trial.number: [sign * trial.values[metric] for metric, sign in signs.items()]
-            for trial in self.trials
-            if trial.state == "completed" and signs.keys() <= trial.values.keys()
-        }
-
-        def is_beaten(mine: list[float]) -> bool:
-            return any(
-                other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in costs.values()
-            )
-
-        return [each for each in self.ordered if each.number in costs and not is_beaten(costs[each.number])]
-
 
 def read_results(folder: Path) -> SweepResults:
     """Read a sweep's trials, also while it runs.

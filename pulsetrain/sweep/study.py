@@ -13,7 +13,7 @@ from pulsetrain.engine.optional import load_optional
 from pulsetrain.sweep.population import values_of
 from pulsetrain.sweep.spec import Spec
 
-__all__ = ["draw", "open_study", "set_sampler"]
+__all__ = ["draw", "front_of", "open_study", "set_sampler"]
 
 
 def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> Any:
@@ -58,6 +58,11 @@ def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> A
         raise ConfigurationError(
             f"{spec.folder}: {where} cannot be opened ({type(error).__name__}); check the storage and its user"
         ) from None
+
+
+def front_of(study: Any) -> list[int]:
+    """The numbers of the trials on the Pareto front, which no other one dominates."""
+    return sorted(trial.number for trial in study.best_trials)
 
 
 def set_sampler(study: Any, spec: Spec, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The results of a sweep: which trials are the best, and which metrics the runs have."""
+"""Which metrics the trials of a sweep report while they train."""
 
 from __future__ import annotations
 
@@ -8,38 +8,8 @@ import pytest
 
 from pulsetrain.engine.errors import MetricNotFoundError
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
-from pulsetrain.sweep.results import SweepResults, Trial
 from pulsetrain.sweep.spec import Spec
 from pulsetrain.sweep.trials import check_metrics
-
-
-def results(*values: tuple[float, ...] | None) -> SweepResults:
-    names = ("val/loss", "val/accuracy")
-    trials = tuple(
-        Trial(
-            number,
-            "failed" if found is None else "completed",
-            {},
-            {} if found is None else dict(zip(names, found, strict=True)),
-            Path(f"trials/{number:04d}"),
-            "",
-        )
-        for number, found in enumerate(values)
-    )
-    return SweepResults(Path(), trials, {"val/loss": "min", "val/accuracy": "max"})
-
-
-def test_the_front_has_the_trials_that_no_other_one_beats() -> None:
-    found = results((2.0, 0.9), None, (1.0, 0.5), (2.5, 0.9), (3.0, 0.95), (1.0, 0.4))
-    assert [each.number for each in found.front] == [2, 0, 4]
-
-
-def test_equal_trials_are_all_on_the_front() -> None:
-    assert [each.number for each in results((1.0, 0.5), (1.0, 0.5)).front] == [0, 1]
-
-
-def test_without_a_completed_trial_the_front_is_empty() -> None:
-    assert results(None).front == []
 
 
 def recorded(folder: Path, *rounds: dict[str, float]) -> Spec:
