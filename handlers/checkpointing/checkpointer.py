@@ -24,7 +24,7 @@ from pulsetrain.engine.distributed.pulse import SharedFlag
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import EventsList
+from pulsetrain.engine.events.names import EventsList, EventType
 from pulsetrain.engine.events.payloads import CheckpointSaved
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import Mode
@@ -415,5 +415,5 @@ class Checkpointer(Handler):
         return [self.manager.checkpoint_dir / folder for _, folder in self.best]
 
 
-def _silently(event: Events, payload: object) -> None:
+def _silently(event: EventType, payload: object) -> None:
     """The main process announces a save for all."""

@@ -141,9 +141,9 @@ class CrashBundle(Handler):
                     if event not in _NOT_KEPT:
                         subscribe(event, self._keep, on_error="warn")
             subscribe(Events.STARTED, self._on_started, on_error="warn")
-            for event in FAULTS:
-                if event in self.faults or event.value in self.faults:
-                    subscribe(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
+            for fault in FAULTS:
+                if fault in self.faults or fault.value in self.faults:
+                    subscribe(fault, self._on_fault, phase=Phase.PERSIST, on_error="warn")
         return self
 
     def detach(self) -> None:

@@ -21,7 +21,7 @@ from pulsetrain.engine import (
 )
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
 from pulsetrain.engine.distributed.ranks import ranks
-from pulsetrain.engine.events.names import identify
+from pulsetrain.engine.events.names import EventType, identify
 from pulsetrain.engine.recording import EventCheck, EventLog
 from pulsetrain.engine.recording.log.places import ATTEMPT, count_after_end
 from pulsetrain.engine.recording.log.stall import StallWatch
@@ -230,7 +230,7 @@ class EventRecorder(Handler):
         if event in MEASURED or event in FINAL:
             usual = self._on_opened
             self._attachment.subscribe(event, self._on_closed, phase=Phase.PERSIST, order=LAST)
-        special: dict[EventEnum, Callable[[Engine, Event], None]] = {
+        special: dict[EventType, Callable[[Engine, Event], None]] = {
             Events.EXCEPTION_RAISED: self._on_exception,
             Events.ITERATION_COMPLETED: self._on_iteration,
             Events.CHECKPOINT_LOADED: self._on_loaded,

@@ -37,7 +37,7 @@ from pulsetrain.handlers.metric_values.step_values import on_host, scalars
 from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
-from pulsetrain.training.heap import give_back_free_memory
+from pulsetrain.training.heap import Heap
 from pulsetrain.training.rank_parts import RankParts, unmerged
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
@@ -63,6 +63,7 @@ class Validator:
         reporter: MetricsReporter,
     ) -> None:
         self.evaluation, self.loaders, self.every, self._reporter = evaluation, loaders, every, reporter
+        self._heap = Heap()
         self.reset()
 
     def attach(self, engine: Engine) -> None:
@@ -88,7 +89,7 @@ class Validator:
             for matrix, value in self.evaluation.matrices.items() if engine.hears(Events.MEDIA_LOGGED) else ():
                 engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
         metrics = {**self._reporter.values_of_sets(), **metrics}
-        give_back_free_memory()
+        self._heap.trim()
         self.validated_at = engine.state.iteration
         engine.state.metrics.update(metrics)
         self._reporter.history.update(metrics)
