@@ -57,6 +57,8 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
     state: State
     """What the run knows: counters, the batch and its output, metrics."""
 
+    logger: logging.Logger
+
     external_step: bool
     """Whether the caller makes the step between two calls of `proceed`, and sets `state.output`."""
 

@@ -146,7 +146,7 @@ class EventEnum(EventType, IgniteEventEnum):
                     f"{type(self).__name__}.{self._name_}: the value {value!r} is {other}'s, whose payload differs; "
                     "give each event its own value"
                 )
-        self.filter = None
+        self.filter: None = None
         self.payload_type = payload_type
         # unique for each member of each enum, also of two enums with one name; strings hash fastest
         self.key = f"{type(self).__qualname__}.{self._name_}#{next(_serial)}"

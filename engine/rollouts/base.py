@@ -83,6 +83,10 @@ class Rollouts:
     pulsetrain.engine.rollouts.base._NoPolicyError: Bandit: has no policy yet; pass it to a Trainer as train_loader
     """
 
+    sharing: SharedRollout
+    seed: int
+    rollouts: int
+
     fires_rollouts = True
     shares_ranks = False  # whether several processes share a rollout out
     judges_policy = False  # whether it can be a validation set, with `attach_for_validation` and `evaluate_policy`

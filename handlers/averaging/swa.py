@@ -57,6 +57,9 @@ class SWA(Averaging):
     2.5
     """
 
+    after_epoch: int | None
+    after_update: int | None
+
     def __init__(
         self,
         *,

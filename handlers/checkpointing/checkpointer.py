@@ -84,6 +84,12 @@ class Checkpointer(Handler):
     >>> folder.cleanup()
     """
 
+    keep_best: int
+    metric: str | None
+    name: str
+    at_end: bool
+    saved_at: int
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -109,9 +115,9 @@ class Checkpointer(Handler):
         check_name("Checkpointer", name)
         if form is not None:
             check_form("Checkpointer", form)
-        self.folder = location_of(folder)
+        self.folder: Location = location_of(folder)
         self.every: Every | Literal["auto"] = every or Every(epochs=1)
-        self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
+        self.manager: CheckpointManager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
         self._writer = StateWriter(self.manager)
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.form: Form | None = form

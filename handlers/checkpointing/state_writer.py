@@ -63,6 +63,8 @@ class StateWriter:
         control: of processes of which each has a part of the model; None where one process saves for all.
     """
 
+    control: ControlGroup | None
+
     def __init__(self, manager: CheckpointManager, control: ControlGroup | None = None) -> None:
         self.control, self._manager = control, manager
 

@@ -89,6 +89,10 @@ class CrashBundle(Handler):
     >>> folder.cleanup()
     """
 
+    events: int
+    faults: tuple[str | Events, ...]
+    at_most: int
+
     def __init__(
         self,
         folder: str | Path,
@@ -107,7 +111,7 @@ class CrashBundle(Handler):
         for each in faults:
             if each not in known and each not in FAULTS:
                 raise unknown_name("CrashBundle", "faults", each, known)
-        self.folder = local_folder("CrashBundle", folder)
+        self.folder: Path = local_folder("CrashBundle", folder)
         self.events, self.faults, self.at_most = events, tuple(faults), at_most
         self.bundles: list[Path] = []  # written by this process
         self._kept: deque[KeptEvent] = deque(maxlen=events)

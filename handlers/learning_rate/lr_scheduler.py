@@ -55,6 +55,9 @@ class LRScheduler(Handler):
     [1.0, 0.75, 0.5]
     """
 
+    factor: float
+    optimizer: str | None
+
     def __init__(
         self,
         schedule: Schedule | TorchLRScheduler,

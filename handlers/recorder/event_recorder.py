@@ -87,6 +87,11 @@ class EventRecorder(Handler):
     >>> folder.cleanup()
     """
 
+    include_batches: bool
+    grad_norm: bool | None
+    rank: int
+    max_bytes: int | None
+
     def __init__(
         self,
         folder: str | Path,
@@ -113,7 +118,7 @@ class EventRecorder(Handler):
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
         self._log = LogSession(local_folder("EventRecorder", folder) / "events", rank, max_bytes, on_error)
-        self.continuation = Continuation(self._log, rank, is_shared=self._is_shared)
+        self.continuation: Continuation = Continuation(self._log, rank, is_shared=self._is_shared)
         self._known: set[str] = set()  # keys of the events subscribed to
         self._in_epoch: set[str] = set()  # names of engines
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted

@@ -34,7 +34,7 @@ class ClusterJob:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.words = tuple(words)
+        self.words: tuple[str, ...] = tuple(words)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
