@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
 
+from configuration_reference import page as configuration  # this folder is on the path while mkdocs loads the hook
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+CONFIGURATION, COMMANDS = "reference/configuration.md", "reference/commands.md"
 PACKAGES = {  # each has one page
     "pulsetrain": "Trainer and configuration",
     "pulsetrain.testing": "Testing",
@@ -32,7 +34,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     reference = [{title.partition(": `")[0]: path} for path, title, _ in _reference()]
     config.nav = [
         *(config.nav or ()),
-        {"Reference": [{"Command line": "reference/commands.md"}, *reference]},
+        {"Reference": [{"Configuration": CONFIGURATION}, {"Command line": COMMANDS}, *reference]},
         {"About": ["changelog.md", "contributing.md"]},
     ]
     return config
@@ -43,7 +45,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, source in BESIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=re.sub(r"\]\(docs/", "](", text)))
-    files.append(File.generated(config, "reference/commands.md", content=_commands()))
+    files.append(File.generated(config, CONFIGURATION, content=configuration()))
+    files.append(File.generated(config, COMMANDS, content=_commands()))
     for path, title, names in _reference():
         parts = "\n\n".join(f"::: {name}" for name in names)
         files.append(File.generated(config, path, content=f"# {title}\n\n{parts}\n"))

@@ -80,9 +80,9 @@ class TrainingConfig:
         precision: fp32, bf16 or fp16 (autocast) ['fp32'].
         device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
-        activation_checkpointing: modules that recompute them: "blocks.*", or an ActivationCheckpointing [None].
-        activation_offload: "host" or an ActivationOffload: keeps activations there until the backward pass [None].
-        optimizer_offload: "host", "disk" or an OptimizerOffload: keeps the optimizer's state there [None].
+        activation_checkpointing: modules that recompute activations: "blocks.*", or an ActivationCheckpointing [None].
+        activation_offload: where activations wait for the backward pass: "host", or an ActivationOffload [None].
+        optimizer_offload: where the optimizer's state is kept: "host", "disk", or an OptimizerOffload [None].
         seed: seed of the data order and of all random numbers; None: torch's, as torch.manual_seed left it [None].
         skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].

@@ -1,4 +1,4 @@
-"""The Python of the README and of the guides runs unchanged, and prints what its comments promise."""
+"""The Python of the README runs and prints what its comments promise; the tables of the guides leave nothing out."""
 
 from __future__ import annotations
 
@@ -41,33 +41,12 @@ def test_the_events_of_the_readme_end_the_run_with_their_reason(tmp_path: Path):
 PARTS = (Path(__file__).parent.parent / "docs" / "training_step.md").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PARTS, flags=re.DOTALL))
-def test_the_python_about_the_parts_of_a_step_runs_and_its_assertions_hold(code: str, tmp_path: Path):
-    assert run(code, tmp_path) == []
-
-
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|examples)/[\w./]+)`|\]\((docs/[\w.]+)\)", README))))
 def test_the_readmes_links_exist(path: tuple[str, str]):
     assert (Path(__file__).parent.parent / (path[0] or path[1])).exists()
 
 
 BACKENDS = (Path(__file__).parent.parent / "docs" / "backends.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", BACKENDS, flags=re.DOTALL))
-def test_the_python_about_backends_runs_and_its_assertions_hold(code: str, tmp_path: Path):
-    assert run(code, tmp_path) == []
-
-
-MEMORY = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", MEMORY, flags=re.DOTALL))
-def test_the_python_about_memory_runs_and_its_assertions_hold(code: str, tmp_path: Path):
-    assert run(code, tmp_path) == []
 
 
 WORKS = BACKENDS[BACKENDS.index("\n| | in place") :]
@@ -80,10 +59,6 @@ def test_the_tests_that_the_table_of_backends_names_are_there(path: str):
 
 
 HANDLERS = (Path(__file__).parent.parent / "docs" / "handlers.md").read_text()
-
-
-def test_the_python_about_handlers_runs_as_one_program_and_its_assertions_hold(tmp_path: Path):
-    run("\n".join(re.findall(r"```python\n(.*?)```", HANDLERS, flags=re.DOTALL)), tmp_path)
 
 
 TABLE_OF_HANDLERS = HANDLERS[HANDLERS.index("| goal |") : HANDLERS.index("## Guards")]
@@ -122,14 +97,6 @@ def test_the_tests_on_the_page_about_testing_pass(tmp_path: Path):
 STRATEGIES = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_python_about_strategies_runs_as_one_program_and_its_assertions_hold(tmp_path: Path):
-    for package in ("transformers", "gymnasium"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    lines = run("\n".join(re.findall(r"```python\n(.*?)```", STRATEGIES, flags=re.DOTALL)), tmp_path)
-    assert [line.split()[0] for line in lines] == ["2", "4"]  # what it prints of every second rollout
-
-
 @pytest.mark.parametrize(
     "path", sorted(set(re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", STRATEGIES[STRATEGIES.index("| | torch") :])))
 )
@@ -139,11 +106,6 @@ def test_the_table_of_strategies_names_only_what_exists(path: str):
 
 OWN_STRATEGY = (Path(__file__).parent.parent / "docs" / "your_own_strategy.md").read_text()
 PROGRAM = "\n".join(re.findall(r"```python\n(.*?)```", OWN_STRATEGY, flags=re.DOTALL))
-
-
-@pytest.mark.slow
-def test_the_strategies_that_the_guide_writes_learn_what_it_asserts(tmp_path: Path):
-    assert run(PROGRAM, tmp_path) == []
 
 
 def test_each_strategy_of_the_guide_takes_fewer_than_30_lines():
@@ -161,18 +123,13 @@ COMING_FROM = {
     path.stem.removeprefix("coming_from_"): path.read_text()
     for path in sorted((Path(__file__).parent.parent / "docs").glob("coming_from_*.md"))
 }
-NEEDED = {"lightning": "lightning", "transformers": "accelerate"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", COMING_FROM)
-def test_the_python_about_another_framework_runs_and_its_assertions_hold(framework: str, tmp_path: Path):
-    if framework in NEEDED:
-        pytest.importorskip(NEEDED[framework], reason=f"{NEEDED[framework]} is not installed")
+def test_a_page_about_another_framework_ends_with_an_assertion_about_both(framework: str):
     blocks = re.findall(r"```python\n(.*?)```", COMING_FROM[framework], flags=re.DOTALL)
     assert len(blocks) >= 2
     assert "\nassert " in blocks[-1] or "assert_close" in blocks[-1]
-    run("\n".join(blocks), tmp_path)
 
 
 def test_the_names_that_other_frameworks_are_compared_with_exist():

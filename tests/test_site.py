@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+
+from pulsetrain.cli.launch import Launch
+from pulsetrain.config import TrainingConfig
+from pulsetrain.configuration.assemble import BACKENDS, STRATEGIES
+from pulsetrain.configuration.sections import SECTIONS
+from pulsetrain.configuration.shipped_handlers import HANDLERS
+from pulsetrain.engine import (
+    Accumulate,
+    ActivationCheckpointing,
+    ActivationOffload,
+    Every,
+    OptimizerOffload,
+    Topology,
+)
+from pulsetrain.sweep.spec import ENTRIES, Range, Spec
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
@@ -23,6 +40,44 @@ def test_the_page_about_events_is_what_the_code_says():
     command = [sys.executable, str(ROOT / "docs" / "draw_events.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+
+
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "configuration_reference.py"))
+CONFIGURED = (TrainingConfig, Accumulate, ActivationCheckpointing, ActivationOffload, OptimizerOffload, Every, Topology)
+
+
+@pytest.mark.parametrize("kind", [*CONFIGURED, Launch, Spec, Range], ids=lambda kind: kind.__name__)
+def test_the_page_about_the_configuration_describes_every_field_and_its_default(kind: type):
+    names = ENTRIES if kind is Spec else [field.name for field in fields(kind)]
+    assert REFERENCE["fields_of"](kind, names) in REFERENCE["page"]()
+    rows = [re.split(r"(?<!\\) \| ", row.strip("| ")) for row in REFERENCE["fields_of"](kind, names).splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"`{name}`" for name in names]
+    assert all(len(row[-1]) > 5 for row in rows)
+    assert not [row for row in rows if re.search(r"\[[^\]]*\]$", row[-1])]  # the default has a column of its own
+
+
+def test_the_page_about_the_configuration_names_every_section_and_every_name_without_a_path():
+    page = REFERENCE["page"]()
+    assert [f"| `{name}` |" for name in SECTIONS if f"| `{name}` |" not in page] == []
+    names = [*STRATEGIES, *BACKENDS, *HANDLERS]
+    assert [name for name in names if f"[`{name}`][pulsetrain." not in page] == []
+
+
+def test_a_field_without_a_description_is_refused():
+    @dataclass
+    class Settings:
+        """Settings.
+
+        Args:
+            first: what comes first [1].
+        """
+
+        first: int = 1
+        second: int = 2
+
+    assert REFERENCE["fields_of"](Settings, ["first"]).endswith("| `first` | `int` | `1` | what comes first |")
+    with pytest.raises(ValueError, match=r"Settings\.second: has no description"):
+        REFERENCE["fields_of"](Settings)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The commands of the tutorial work in their order, and print what the page shows."""
+"""The commands of the tutorial and of other pages work in their order, and print what the page shows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+NEEDED = {"tutorial.md": ("sklearn", "plotly"), "slurm.md": ("submitit",)}
 MARK = "=== command"
 
 
-def steps() -> list[tuple[str, list[str]]]:
+def steps(page: str) -> list[tuple[str, list[str]]]:
     """Each command, and the lines that the page shows below it."""
     found: list[tuple[str, list[str]]] = []
-    for block in re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL):
+    for block in re.findall(r"```console\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
         for line in block.splitlines():
             if line.startswith("$ "):
                 found.append((line[2:], []))
@@ -31,12 +32,17 @@ def without_figures(line: str) -> str:
     return " ".join(re.sub(r"\d[\d.,]*(e-?\d+)?", "N", line).split())
 
 
+def test_no_page_with_a_session_is_left_out():
+    assert {path.name for path in DOCS.glob("*.md") if "```console" in path.read_text()} == {*NEEDED}
+    assert len(steps("tutorial.md")) > 15
+
+
 @pytest.mark.slow
-def test_every_command_of_the_tutorial_prints_what_the_page_shows(tmp_path: Path):
-    for package in ("sklearn", "plotly"):
+@pytest.mark.parametrize("page", NEEDED)
+def test_every_command_of_a_page_prints_what_the_page_shows(page: str, tmp_path: Path):
+    for package in NEEDED[page]:
         pytest.importorskip(package, reason=f"{package} is not installed")
-    commands = steps()
-    assert len(commands) > 15
+    commands = steps(page)
     script = "\n".join(f"echo '{MARK}'\n{command}" for command, _ in commands)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

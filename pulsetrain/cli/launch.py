@@ -7,6 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from pulsetrain.cli.reports import FAILED
@@ -17,13 +18,17 @@ from pulsetrain.engine.errors import ConfigurationError
 __all__ = ["Launch", "launch", "launch_once", "started_with"]
 
 _RESTARTS = 3  # without a new checkpoint in between
-_NAMES = ("nproc", "min_nproc")
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"  # the last two are Slurm's warnings, by --signal
 _OPTIONS = "PULSETRAIN_LAUNCH"  # the environment variable in which the processes find how they were started
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True)
+class Launch:
     """How many processes to start.
+
+    Args:
+        nproc: processes on this machine, which share out each batch.
+        min_nproc: the least to restart with if processes keep failing before the next checkpoint; by default `nproc`.
 
     >>> Launch.of({"training.seed": "1"}) is None, Launch.of({"launch.nproc": "2"})
     (True, Launch(nproc=2, min_nproc=2))
@@ -47,9 +52,10 @@ class Launch(NamedTuple):
         given = {name.removeprefix("launch."): text for name, text in settings.items() if name.startswith("launch.")}
         if not given:
             return None
+        names = [each.name for each in fields(cls)]
         for name, text in given.items():
-            if name not in _NAMES:
-                raise ConfigurationError(f"--launch.{name}: no such option; there are {', '.join(_NAMES)}")
+            if name not in names:
+                raise ConfigurationError(f"--launch.{name}: no such option; there are {', '.join(names)}")
             if not text.isdecimal() or not int(text):
                 raise ConfigurationError(f"--launch.{name}={text}: needs a number of processes, at least 1")
         if "nproc" not in given:

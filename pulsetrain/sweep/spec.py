@@ -20,7 +20,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.handlers.run_files.redaction import redacted
 
-__all__ = ["SAMPLERS", "Range", "Spec", "differing", "read_saved", "read_spec", "write_saved"]
+__all__ = ["ENTRIES", "SAMPLERS", "Range", "Spec", "differing", "read_saved", "read_spec", "write_saved"]
 
 SAMPLERS = ("grid", "random", "tpe", "cmaes", "nsga2", "population")
 PRUNERS = ("none", "median", "asha", "hyperband")
@@ -32,9 +32,13 @@ STORAGE = "PULSETRAIN_SWEEP_STORAGE"  # the environment variable with the URL of
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included.
+    """Numbers from `low` to `high`, both included; whole numbers if both ends are.
 
-    `log`: drawn evenly in the logarithm. `step`: only every so far from `low`. Whole numbers where both ends are.
+    Args:
+        low: the least value.
+        high: the greatest value.
+        log: whether values are drawn evenly in the logarithm.
+        step: the distance between two values, counted from `low`.
     """
 
     low: float
@@ -50,28 +54,51 @@ class Range:
 
 @dataclass(frozen=True)
 class Spec:
-    """A sweep, checked."""
+    """A sweep, checked.
 
-    config: str  # the base configuration, an absolute path
+    Args:
+        config: the configuration that each trial changes; found beside the sweep's file.
+        folder: the sweep's folder; by default `sweeps/NAME`, after its file.
+        space: setting -> its values: a list, or a range with low and high.
+        metric: what the trials are judged by; a list for several.
+        mode: "min" or "max", for each metric; by default as a handler of the configuration says, or the metric's name.
+        sampler: grid, random, tpe, cmaes, nsga2 or population.
+        sampler_options: keywords of Optuna's sampler.
+        pruner: none, median, asha or hyperband.
+        pruner_options: keywords of Optuna's pruner.
+        trials: their number; a grid has by default all combinations, and other samplers need it.
+        workers: trials that train at the same time.
+        seed: of the sampler.
+        value: the metric of a trial: that of its "best" validation, or of its "last".
+        storage: URL of a PostgreSQL server; by default an SQLite file in the folder.
+        study: name of the study in the storage; by default that of the folder.
+        population: runs of a population.
+        interval: iterations of one generation of a population, which needs it.
+        generations: how often the runs of a population are trained and replaced.
+        replay: run folders whose logs answer instead of training, if only arguments of a handler vary.
+        base: the configuration as it was when the sweep began.
+    """
+
+    config: str  # an absolute path
     folder: str
     space: Mapping[str, Range | tuple[Any, ...]]
     metric: tuple[str, ...]
-    mode: tuple[str, ...]  # "min" or "max", for each metric
+    mode: tuple[str, ...]
     sampler: str = "tpe"
     sampler_options: Mapping[str, Any] | None = None
     pruner: str = "none"
     pruner_options: Mapping[str, Any] | None = None
-    trials: int | None = None  # None: the whole grid
+    trials: int | None = None
     workers: int = 1
     seed: int = 0
-    value: str = "best"  # the metric of a run: its best validation's, or its last one's
-    storage: str | None = None  # a URL; None: SQLite in the folder
+    value: str = "best"
+    storage: str | None = None
     study: str = "sweep"
     population: int = 8
-    interval: int | None = None  # iterations of one generation of a population
+    interval: int | None = None
     generations: int = 4
-    replay: tuple[str, ...] = ()  # run folders that answer, where only handlers vary
-    base: Mapping[str, Any] | None = None  # the configuration as it was when the sweep began
+    replay: tuple[str, ...] = ()
+    base: Mapping[str, Any] | None = None
 
     @property
     def directions(self) -> dict[str, str]:
@@ -96,6 +123,10 @@ class Spec:
         return self.trials
 
 
+# what a SWEEP.yaml may hold; the options of sampler and pruner are in their own mappings there
+ENTRIES = tuple(each.name for each in fields(Spec) if each.name not in ("base", "sampler_options", "pruner_options"))
+
+
 def read_spec(path: Path) -> Spec:
     """Read and check a SWEEP.yaml. `config` is found beside it; `folder` and `replay` in the current folder.
 
@@ -103,10 +134,9 @@ def read_spec(path: Path) -> Spec:
         ConfigurationError: the file cannot be read, or an entry cannot be used; the message names it.
     """
     given = _read(path)
-    names = [each.name for each in fields(Spec) if each.name not in ("base", "sampler_options", "pruner_options")]
     for name in given:
-        if name not in names:
-            raise unknown(f"{path}: {name}", "entry", name, names)
+        if name not in ENTRIES:
+            raise unknown(f"{path}: {name}", "entry", name, ENTRIES)
     for name in ("config", "space", "metric"):
         if not given.get(name):
             lacks = f"is empty: {given[name]!r}" if name in given else "is missing"
