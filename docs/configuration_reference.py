@@ -102,8 +102,7 @@ def _parts() -> Iterator[str]:
         yield _names(known)
     yield "## Processes"
     yield "On the command line only, as in `--launch.nproc 2`."
-    yield fields_of(Launch, ("nproc", "min_nproc"))
-    yield "[Several nodes](../distributed.md#srun) have more."
+    yield fields_of(Launch)
     yield "## A sweep"
     yield "What `pulsetrain sweep` reads: another YAML file, see [Sweeps](../sweep.md)."
     yield fields_of(Spec, ENTRIES)

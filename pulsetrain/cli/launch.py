@@ -26,35 +26,32 @@ _OPTIONS = "PULSETRAIN_LAUNCH"  # the environment variable in which the processe
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """Which of several machines this is, and where they meet."""
-
-    count: int
-    rank: int
-    endpoint: str  # of node 0: "host:port"
-
-
-@dataclass(frozen=True)
 class Launch:
     """How many processes to start.
 
     Args:
         nproc: processes on this machine, which share out each batch.
         min_nproc: the least to restart with if processes keep failing before the next checkpoint; by default `nproc`.
-        nodes: of a run on several machines.
+        nnodes: machines of the run; a run on several needs, on each, this setting and the next three.
+        node_rank: which of the machines this is, counted from 0.
+        master_addr: the host of machine 0.
+        master_port: a free port of machine 0.
 
     >>> Launch.of({"training.seed": "1"}) is None, Launch.of({"launch.nproc": "2"})
-    (True, Launch(nproc=2, min_nproc=2, nodes=None))
+    (True, Launch(nproc=2, min_nproc=2, nnodes=1, node_rank=0, master_addr='127.0.0.1', master_port=0))
     """
 
     nproc: int
     min_nproc: int
-    nodes: Nodes | None = None  # of a run on several machines
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
 
     @property
     def options(self) -> list[str]:
         """The words of a command line that say this; none of a run on several machines, where each has its own."""
-        return [f"--launch.nproc={self.nproc}", f"--launch.min_nproc={self.min_nproc}"] if self.nodes is None else []
+        return [f"--launch.nproc={self.nproc}", f"--launch.min_nproc={self.min_nproc}"] if self.nnodes == 1 else []
 
     @classmethod
     def of(cls, settings: Mapping[str, str], *, several_nodes: bool = False) -> Launch | None:
@@ -81,21 +78,21 @@ class Launch:
         if "nproc" not in given:
             name = "min_nproc" if "min_nproc" in given else "nnodes"
             raise ConfigurationError(f"--launch.{name}: needs --launch.nproc, the number of processes to start with")
-        found = cls(int(given["nproc"]), int(given.get("min_nproc", given["nproc"])), nodes)
-        if nodes is not None and found.min_nproc < found.nproc:
+        found = cls(int(given["nproc"]), int(given.get("min_nproc", given["nproc"])), **nodes)
+        if nodes and found.min_nproc < found.nproc:
             raise ConfigurationError(
-                f"--launch.min_nproc={found.min_nproc}: is for one machine, not for {nodes.count} nodes; leave it out"
+                f"--launch.min_nproc={found.min_nproc}: is for one machine, not for {found.nnodes} nodes; leave it out"
             )
         if found.min_nproc > found.nproc:
             raise ConfigurationError(f"--launch.min_nproc={found.min_nproc}: is more than --launch.nproc={found.nproc}")
         return found
 
 
-def _nodes(given: dict[str, str]) -> Nodes | None:
-    """What was given about nodes, which is taken out."""
+def _nodes(given: dict[str, str]) -> dict[str, Any]:
+    """The fields about nodes; what was given about them is taken out."""
     taken = {name: given.pop(name) for name in _OF_NODES if name in given}
     if not taken:
-        return None
+        return {}
     for name in _OF_NODES:
         if name not in taken:
             raise ConfigurationError(
@@ -107,7 +104,8 @@ def _nodes(given: dict[str, str]) -> Nodes | None:
     count, rank = int(taken["nnodes"]), int(taken["node_rank"])
     if rank >= count:
         raise ConfigurationError(f"--launch.node_rank={rank}: nodes are counted from 0, and there are {count}")
-    return Nodes(count, rank, f"{taken['master_addr']}:{taken['master_port']}")
+    address, port = taken["master_addr"], int(taken["master_port"])
+    return {"nnodes": count, "node_rank": rank, "master_addr": address, "master_port": port}
 
 
 def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) -> int:
@@ -133,10 +131,10 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
         elif failed:
             resumed += ["--resume", "latest"]
         ended = _start(count, ["train", *resumed], how)
-        if how.nodes is not None and ended.status < 0:
+        if how.nnodes > 1 and ended.status < 0:
             print(f"pulsetrain: rank {ended.rank} was ended by signal {-ended.status}", file=sys.stderr)
             return 128 - ended.status
-        if how.nodes is not None or ended.rank is None or (ended.status > 0 and ended.status != Warden.STATUS):
+        if how.nnodes > 1 or ended.rank is None or (ended.status > 0 and ended.status != Warden.STATUS):
             return ended.status
         now = progress()
         failed, before = (1 if now != before else failed + 1), now
@@ -190,14 +188,13 @@ def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
     # earlier versions of torch forward the first four alone
     forwarded: Any = {"signals_to_handle": _FORWARDED} if hasattr(LaunchConfig, "signals_to_handle") else {}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    nodes = how.nodes or Nodes(1, 0, "127.0.0.1:0")
     meeting: dict[str, Any] = {"rdzv_backend": "c10d", "run_id": uuid.uuid4().hex}
-    if how.nodes is not None:
-        place = {"rank": nodes.rank, "timeout": _MEETING}
+    if how.nnodes > 1:
+        place = {"rank": how.node_rank, "timeout": _MEETING}
         meeting = {"rdzv_backend": "static", "rdzv_configs": place, "run_id": "pulsetrain"}
     config = LaunchConfig(
-        min_nodes=nodes.count, max_nodes=nodes.count, nproc_per_node=count, max_restarts=0, monitor_interval=0.1,
-        rdzv_endpoint=nodes.endpoint, start_method="spawn", **meeting, **forwarded,
+        min_nodes=how.nnodes, max_nodes=how.nnodes, nproc_per_node=count, max_restarts=0, monitor_interval=0.1,
+        rdzv_endpoint=f"{how.master_addr}:{how.master_port}", start_method="spawn", **meeting, **forwarded,
     )  # fmt: skip
     before = os.environ.get(_OPTIONS)
     os.environ[_OPTIONS] = " ".join(how.options)
