@@ -94,17 +94,18 @@ class _Api:
 
     def runs(self, request: Request) -> dict[str, Any]:
         """The list, selected by `where`, with the columns that `pulsetrain runs` has."""
-        every = list(self._store.runs.values())
+        listed = self._store.runs  # one reading of it: the next has other summaries of the same runs
+        every = list(listed.values())
         where = request.query_params.get("where") or None
-        chosen = select_runs(every, where)
+        chosen = {id(each) for each in select_runs(every, where)}
         columns = columns_of(every)
-        kept = {id(each) for each in chosen}
-        listed = {str(run.folder.resolve()): name for name, run in self._store.runs.items()}
+        forked = any(run.parent for run in every)
+        names = {str(run.folder.resolve()): name for name, run in listed.items()} if forked else {}
         rows = []
-        for name, run in list(self._store.runs.items()):
-            if id(run) in kept:
+        for name, run in listed.items():
+            if id(run) in chosen:
                 cells = {column: value_of(run, column, self._store.root) for column in columns}
-                parent = run.parent and {**run.parent, "listed": listed.get(str(run.parent["run"]))}
+                parent = run.parent and {**run.parent, "listed": names.get(str(run.parent["run"]))}
                 rows.append({"id": name, **_status(run), "cells": cells, "parent": parent})
         return {"root": str(self._store.root), "columns": columns, "runs": rows, "reading": self._store.reading}
 

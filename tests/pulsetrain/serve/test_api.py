@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from pulsetrain.cli import main
@@ -72,6 +73,26 @@ def test_the_list_is_selected_like_pulsetrain_runs(client: TestClient):
     assert "did you mean" in answer.json()["error"]
     answer = client.get("/api/runs", params={"where": "__import__('os').system('true')"})
     assert answer.status_code == 400
+
+
+def test_the_list_is_whole_while_the_folder_is_looked_through(root: Path, monkeypatch: pytest.MonkeyPatch):
+    from pulsetrain.serve import api
+    from pulsetrain.serve.changes import Changes
+    from pulsetrain.serve.store import Store
+
+    store, select = Store(root), api.select_runs
+
+    def selecting(*words: Any) -> Any:
+        found = select(*words)
+        store.refresh()  # as its thread does meanwhile
+        return found
+
+    monkeypatch.setattr(api, "select_runs", selecting)
+    client = TestClient(Starlette(routes=api.routes_of(store, Changes())))
+    try:
+        assert [run["id"] for run in ask(client, "runs")["runs"]] == ["a", "b", "more/c"]
+    finally:
+        store.close()
 
 
 def test_curves_are_read_in_the_background_and_then_drawn(client: TestClient):
