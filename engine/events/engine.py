@@ -21,6 +21,7 @@ from pulsetrain.engine.events.names import COUNTERS, Events
 from pulsetrain.engine.events.payloads import EpochTerminated, Terminated
 from pulsetrain.engine.events.run_control import RunControl, StepStopped, StopEpoch, StopRun
 from pulsetrain.engine.events.state import State
+from pulsetrain.engine.notebook import shorten_traceback
 
 __all__ = ["Engine"]
 
@@ -239,6 +240,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
             self._running = False
         failure, self._failure = self._failure, None
         if failure is not None:
+            shorten_traceback(failure)
             try:
                 raise failure
             finally:
