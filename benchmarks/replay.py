@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine import Events
+from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EarlyStopping
@@ -36,7 +37,7 @@ def write_log(folder: Path, iterations: int) -> None:
     writer = LogWriter(folder)
     number = 0
 
-    def add(event: Events, iteration: int, **fields: Any) -> None:
+    def add(event: EventType, iteration: int, **fields: Any) -> None:
         nonlocal number
         writer.add(
             LoggedEvent(number, "trainer", event.value, 1, iteration, seq=number, t=START + 250_000 * number, **fields)

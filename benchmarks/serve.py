@@ -23,6 +23,8 @@ from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
+import numpy as np
+
 from benchmarks.harness.machine import own_seconds_until_now, seconds_of_tree
 from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
@@ -30,7 +32,20 @@ from pulsetrain.runs.index import sign_of
 from pulsetrain.serve.series import RunSeries, StoredSeries
 from pulsetrain.serve.store import series_folder
 
-LOSS = "[...document.querySelectorAll('.chart')].find(c => c.dataset.metric === 'loss, each iteration')"
+LOSS = "document.querySelector('.chart[data-metric=\"loss, each iteration\"]')"
+# milliseconds from the end of a drag to the frame that shows the points of the part, in all charts
+ZOOMED = """
+const charts = [...document.querySelectorAll('.chart[data-points]')], before = charts.map(chart => chart.dataset.x);
+addEventListener('pointerup', () => {
+  const begun = performance.now();
+  const look = () => {
+    if (charts.some((chart, index) => chart.dataset.x === before[index])) requestAnimationFrame(look);
+    else requestAnimationFrame(() => requestAnimationFrame(() => { window.zoomed = performance.now() - begun; }));
+  };
+  look();
+}, { once: true });
+window.zoomed = null;
+"""
 RUNS, ITERATIONS, EVERY = 200, 100_000, 1000
 BROWSERS: list[float] = []  # seconds of processor time of each, as far as nobody waits for its processes
 LIVE = """\
@@ -134,23 +149,32 @@ def until(true: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
+def area_of_loss(page: Any) -> Any:
+    """Where the loss is drawn."""
+    return page.execute_script(f"return {LOSS}.querySelector('.area')")
+
+
 def of_the_page(address: str, pid: int, rounds: int) -> tuple[float, float, float, float]:
     """Seconds to the first paint, to the curves of all runs, and of a zoom; and the server's peak memory in MB."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
     with browser() as page:
         first, whole, zooms = [], [], []
         for _ in range(rounds):
             page.get("about:blank")
             begun = time.perf_counter()
             page.get(address)
-            until(lambda: page.find_elements("css selector", ".chart .trace"))
+            until(lambda: page.find_elements("css selector", ".chart[data-points]"))
             first.append(time.perf_counter() - begun)
             count = len(page.find_elements("css selector", "#runs li"))
             page.execute_script("const all = document.getElementById('all'); if (!all.checked) all.click()")
             whole.append(until(lambda: page.execute_script(f"return Number({LOSS}?.dataset.runs)") == count))  # noqa: B023
             time.sleep(0.5)
-            part = f"{{'xaxis.range[0]': {0.5 * ITERATIONS}, 'xaxis.range[1]': {0.6 * ITERATIONS}}}"
-            page.execute_script(f"window.before = {LOSS}.dataset.last; Plotly.relayout({LOSS}, {part})")
-            zooms.append(until(lambda: page.execute_script(f"return {LOSS}.dataset.last !== window.before")))
+            page.execute_script(ZOOMED)
+            drag = ActionChains(page, duration=0).move_to_element_with_offset(area_of_loss(page), -20, 0)
+            drag.click_and_hold().move_by_offset(40, 0).release().perform()
+            until(lambda: page.execute_script("return window.zoomed !== null"))
+            zooms.append(page.execute_script("return window.zoomed") / 1000)
     memory = int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e3
     return statistics.median(first), statistics.median(whole), statistics.median(zooms), memory
 
@@ -164,6 +188,13 @@ def seconds_of_answers(address: str, rounds: int, path: str, **words: Any) -> fl
             answer.read()
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken)
+
+
+def newest_in(curves: bytes) -> float:
+    """The last place of the first line in an answer that has curves."""
+    begin = 8 + int.from_bytes(curves[:8], "little")
+    [lines] = json.loads(curves[8:begin])["charts"].values()
+    return float(np.frombuffer(curves, "<f8", offset=begin)[lines[0][1] - 1]) if lines else 0.0
 
 
 def seconds_to_the_page(root: Path) -> float:
@@ -180,8 +211,8 @@ def seconds_to_the_page(root: Path) -> float:
             while True:
                 query = urlencode({"run": "live", "name": "loss, each iteration"})
                 with urlopen(f"{address}api/curves?{query}") as answer:
-                    curve = json.load(answer)["curves"].get("live")
-                if curve and curve["x"][-1] >= int(iteration):
+                    curves = answer.read()
+                if newest_in(curves) >= int(iteration):
                     break
                 time.sleep(0.01)
             taken.append(time.time() - float(ended))

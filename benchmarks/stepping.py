@@ -24,6 +24,7 @@ from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.debugger.commands import Commands
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine import Events
+from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 
 BOUND = 100.0  # ms, of the slowest response
@@ -36,7 +37,7 @@ def write_log(folder: Path, events: int) -> None:
     writer = LogWriter(folder)
     number, iteration = 0, 0
 
-    def add(event: Events, at: int, engine: str = "trainer", **fields: Any) -> None:
+    def add(event: EventType, at: int, engine: str = "trainer", **fields: Any) -> None:
         nonlocal number
         writer.add(LoggedEvent(number, engine, event.value, 1, at, seq=number, t=START + 250_000 * number, **fields))
         number += 1

@@ -58,6 +58,10 @@ class PulsetrainError(Exception):
     training.floor=0.5: is above training.peak=0.1
     """
 
+    rule: str
+    place: str
+    arguments: dict[str, object]
+
     def __init__(self, rule: str = "", place: str = "", /, **arguments: object) -> None:
         self.rule, self.place, self.arguments = rule, place, arguments
         super().__init__(self._text(place, {name: (name, value) for name, value in arguments.items()}, _shown))

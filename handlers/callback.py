@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.events.names import EventType
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.metric_values.step_values import scalars
 
@@ -132,7 +133,7 @@ def _with_metrics(hook: Callable[..., None]) -> Callable[..., None]:
     return deliver
 
 
-_HOOKS: dict[str, tuple[Events, Callable[..., Callable[..., None]]]] = {
+_HOOKS: dict[str, tuple[EventType, Callable[..., Callable[..., None]]]] = {
     "on_train_begin": (Events.STARTED, _with_engine),
     "on_train_end": (Events.COMPLETED, _with_engine),
     "on_epoch_begin": (Events.EPOCH_STARTED, _with_engine),

@@ -88,7 +88,7 @@ class TrainingConfig:
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
         log_strategy_metrics: report the metrics of the strategy at log points, from the outputs of that step [True].
-        progress: show a progress line, unless a ProgressBar or ConsoleLogger is among the handlers [True].
+        progress: a progress line (in notebooks also the losses), unless a ProgressBar or ConsoleLogger is given [True].
         run_dir: the run folder, for save_every_n_epochs and optimizer_offload; the command line fills it in [None].
         save_every_n_epochs: adds a Checkpointer that saves into run_dir this often [None].
         early_stopping_patience: adds an EarlyStopping on val/loss that waits for this many validations [None].

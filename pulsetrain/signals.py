@@ -61,6 +61,8 @@ class SignalWatch:
     (3, 143)
     """
 
+    status: int
+
     def __init__(
         self,
         trainer: Engine | None = None,

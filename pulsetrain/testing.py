@@ -86,7 +86,7 @@ class ManualClock:
     """
 
     def __init__(self) -> None:
-        self.now = 0.0  # seconds
+        self.now: float = 0.0  # seconds
 
     def __call__(self) -> float:
         return self.now

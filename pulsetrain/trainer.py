@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,9 @@ from pulsetrain.training.run_length import RunLength
 from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.validation import Evaluation, Validator, check_sets
 
+if TYPE_CHECKING:
+    from pulsetrain.engine.step.backend import ModelStore
+
 __all__ = ["Trainer"]
 
 Loader = Iterable[Any]
@@ -120,6 +123,7 @@ class Trainer(EvaluatedRun):
     data: DataCursor
     evaluator: Engine
     handlers: list[Any]
+    config: TrainingConfig
 
     wraps_model = True
     """Whether a plain model is wrapped where several processes train it: its gradients are averaged in every step."""
@@ -153,7 +157,7 @@ class Trainer(EvaluatedRun):
         if virtual is not None:
             check_virtual(train_loader, virtual.total)
         self.agreement = Agreement(join(), config.log_every_n_steps)  # first: the seed may be that of the main process
-        self.strategy = resolve_strategy(strategy)
+        self.strategy: Any = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.data = DataCursor(
             config.chosen_seed,
@@ -167,7 +171,7 @@ class Trainer(EvaluatedRun):
         order = order_facts(train_loader, self.seed) if virtual is not None and self.agreement.is_shared else {}
         self.agreement.check_alike(config, model, self.strategy, train_loader, self.backend.device, order)
         with self.agreement.explained("giving the model to all processes"):
-            self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
+            self.model_store: ModelStore = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
         self.stepper = Stepper(
             self.backend,
@@ -202,13 +206,13 @@ class Trainer(EvaluatedRun):
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
         if self.agreement.is_shared:
             check_ranks(self.model, self.handlers, self.backend.data_rank.count)
-        self.callbacks = CallbackList(list(callbacks))
+        self.callbacks: CallbackList = CallbackList(list(callbacks))
         self.reporter = MetricsReporter(
             self.stepper, config.log_every_n_steps, self.agreement, measures=config.log_strategy_metrics
         )
         self.reporter.validation_sets = val_loaders.keys()
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
-        self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
+        self.registry: HandlerRegistry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
         modules = ModulesPart(self.model, self.strategy)
         self.source = self.resumer = Resumer(

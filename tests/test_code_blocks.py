@@ -213,7 +213,7 @@ COMMANDS: dict[str, argparse.ArgumentParser] = PARSER.parse_args(["completion", 
 SETTINGS = {
     "training": {each.name for each in fields(TrainingConfig)},
     "parallel": {each.name for each in fields(Topology)},
-    "launch": {*(each.name for each in fields(Launch)), "nnodes"},  # the last of `pulsetrain submit` alone
+    "launch": {each.name for each in fields(Launch)},
 }
 
 

@@ -51,6 +51,10 @@ class TrainerCore:
     (0, 1)
     """
 
+    backend: FunctionalBackend
+    strategy: TrainingStrategy
+    check: bool
+
     def __init__(
         self,
         backend: Backend,

@@ -61,6 +61,8 @@ class FunctionalBackend(Trees, ValueBackend):
     [0.0, 2.0]
     """
 
+    settings: BackendSettings
+
     def __init__(self) -> None:
         self.settings = BackendSettings()
         self._serves = False

@@ -71,6 +71,8 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     (4.0, (2, 1))
     """
 
+    compiled: dict[str, int]
+
     def __init__(
         self,
         device: str | None = None,

@@ -24,6 +24,9 @@ class OneDevice:
         device: one of its devices.
     """
 
+    first: Any
+    devices: set[Any]
+
     def __init__(self, jax: ModuleType, device: Any) -> None:
         self._jax = jax
         self.first, self.devices = device, {device}
@@ -85,6 +88,9 @@ class DeviceMesh(OneDevice):
         devices: as many as the mesh has.
         rules: its axes, and how parameters are split over them.
     """
+
+    first: Any
+    devices: set[Any]
 
     def __init__(self, jax: ModuleType, devices: Sequence[Any], rules: ShardingRules) -> None:
         super().__init__(jax, devices[0])

@@ -39,9 +39,12 @@ class ShardingRules:
     {'out/kernel': ((), ('model',)), 'table': ((), ('data',)), 'bias': ()}
     """
 
+    axes: dict[str, int]
+    sharding: str | Mapping[str, object]
+
     def __init__(self, mesh: Mapping[str, int], sharding: str | Mapping[str, object] = "replicated") -> None:
         self.axes, self.sharding = _checked_axes(mesh), sharding
-        self.default = "replicated"
+        self.default: str = "replicated"
         self._patterns: dict[
             str, tuple[str | Spec, Mapping[str, object]]
         ] = {}  # what each asks for, and as it was given

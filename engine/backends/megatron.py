@@ -57,6 +57,9 @@ class MegatronBackend(TorchBackend):
         ConfigurationError: megatron-core is not installed, or an argument is out of range or not supported.
     """
 
+    tensor: int
+    sequence_parallel: bool
+
     builds_model = True
 
     def __new__(  # the arguments of the constructor, which jsonargparse reads here

@@ -7,7 +7,7 @@ gradients, optimizers, averages, digests and checkpoints know the whole, as they
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -19,6 +19,9 @@ from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.distributed.topology import TENSOR
 from pulsetrain.engine.losses.checks import check_labels, reject
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 __all__ = ["COPIES", "MegatronModel", "SplitLogits", "show_wholes"]
 
@@ -34,6 +37,11 @@ class MegatronModel(nn.Module):
         mesh: whose TENSOR are the processes that hold it together; None for one.
         splits_sequences: whether each of them computes a part of the positions between the layers.
     """
+
+    gpt: Module
+    config: Any
+    mesh: DeviceMesh | None
+    splits_sequences: bool
 
     def __init__(
         self, gpt: nn.Module, description: Any, mesh: DeviceMesh | None, *, splits_sequences: bool = False
@@ -80,6 +88,8 @@ class SplitLogits:
         part: shape (..., tokens of this process).
         mesh: of the processes that hold the others.
     """
+
+    part: Tensor
 
     def __init__(self, part: Tensor, mesh: DeviceMesh) -> None:
         self.part, self._mesh = part, mesh

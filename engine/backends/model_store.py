@@ -41,6 +41,7 @@ class InPlaceStore(ModelStore):
     """
 
     waiting: GradientInfo | None = None  # gradients wait in the parameters
+    backend: InPlaceBackend
 
     def __init__(
         self, backend: InPlaceBackend, module: nn.Module, optimizer: torch.optim.Optimizer, *, wraps: bool = True
@@ -126,6 +127,8 @@ class ValueStore(ModelStore):
         model: what the state was made from.
         state: the first one.
     """
+
+    backend: ValueBackend
 
     def __init__(self, backend: ValueBackend, model: object, state: ModelState) -> None:
         self.backend, self._state = backend, state
@@ -234,10 +237,15 @@ class OptimizerView(torch.optim.Optimizer):
     The rate is nan if the state holds none, as that of optax.adam(1e-3). The backend makes the steps.
     """
 
+    store: ValueStore
+    kind: str
+
     def __init__(self, store: ValueStore, rate: float | None) -> None:
         # The group has the module's own parameters, so that it can be searched for them. A view would be up to date
         # from now on if they were read through its own method.
-        self.learning = [each for _, each in nn.Module.named_parameters(store.module) if each.requires_grad]
+        self.learning: list[nn.Parameter] = [
+            each for _, each in nn.Module.named_parameters(store.module) if each.requires_grad
+        ]
         super().__init__(self.learning, {"lr": _shown(rate)})
         self.param_groups[0]["params"] = _UpToDate(store.module, self.learning)
         self.store, self.kind = store, type(store.backend.optimizer).__name__

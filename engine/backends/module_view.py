@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.step.protocols import ModelState, Tree
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 __all__ = ["ArraysView", "TensorsView", "reading_once", "version_of"]
 
@@ -23,6 +26,8 @@ class TensorsView:
         module: what the weights were taken from.
         weights_of: takes them.
     """
+
+    module: Module
 
     def __init__(self, module: nn.Module, weights_of: Callable[[nn.Module], dict[str, dict[str, Tensor]]]) -> None:
         self.module, self._weights_of = module, weights_of

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed
@@ -26,6 +26,12 @@ from pulsetrain.engine.distributed.shared_batches import check_batches
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.protocols import TrainingStrategy, Tree
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+
+    from pulsetrain.engine.distributed.pipeline_plan import Span
 
 __all__ = ["Pipeline", "pipeline_of"]
 
@@ -49,6 +55,12 @@ class Pipeline:
         ConfigurationError: the model has no plan, or cannot be split by it.
     """
 
+    module: Module
+    topology: Topology
+    device: torch.device
+    group: ProcessGroup
+    copies: ProcessGroup | None
+
     def __init__(
         self,
         module: nn.Module,
@@ -58,7 +70,7 @@ class Pipeline:
     ) -> None:
         self.module, self.topology, self.device, self._context = module, topology, device, context
         plan = find_plan(module, topology.blocks)
-        self.spans = plan.spans(topology.parts_of_layers, topology.pipeline)
+        self.spans: list[Span] = plan.spans(topology.parts_of_layers, topology.pipeline)
         parts = {name: part for part, span in enumerate(self.spans) for name in plan.names(span)}
         check_parts(module, parts, topology.pipeline)
         mesh = topology.mesh(device)

@@ -27,6 +27,8 @@ class PipelineStep:
         count: of micro-batches; those that lack rows get the last row of the batch, which then does not count.
     """
 
+    learns: bool
+
     def __init__(self, inputs: Sequence[_Arguments], count: int) -> None:
         rows = [rows_of(each) or 0 for each in inputs]
         self._size, self._rows = rows[0], [*rows, *[0] * (count - len(rows))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from pulsetrain.engine.step.memory_settings import ActivationCheckpointing
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
 from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, TrainingStrategy, Tree, describe
+
+if TYPE_CHECKING:
+    from pulsetrain.engine.step.memory_settings import ActivationOffload, OptimizerOffload
+    from pulsetrain.engine.step.precision import Scaler
 
 __all__ = ["TorchComputation", "explain", "find_device", "given", "moved", "no_gradient", "not_empty"]
 
@@ -56,6 +60,18 @@ def find_device(device: str | torch.device = "auto") -> torch.device:
 
 class TorchComputation:
     """nn.Module on one device; its arguments are those of `TorchBackend`."""
+
+    topology: Topology
+    tensor_plan: TensorPlan | None
+    precision: Precision
+    scaler: Scaler | None
+    compile: bool
+    activation_checkpointing: str | ActivationCheckpointing | None
+    clip_norm: float | None
+    clip_value: float | None
+    activation_offload: ActivationOffload | None
+    optimizer_offload: OptimizerOffload | None
+    settings: BackendSettings
 
     def __init__(
         self,
@@ -99,7 +115,9 @@ class TorchComputation:
         self._configure(settings)
 
     def _configure(self, settings: BackendSettings) -> None:
-        self.device = find_device(settings.device if self.requested_device is None else self.requested_device)
+        self.device: torch.device = find_device(
+            settings.device if self.requested_device is None else self.requested_device
+        )
         name: Any = self.requested_precision or settings.precision
         self.precision = Precision(name, self.device, self.gradient_scale)
         self._autocast, self.scaler = self.precision.autocast, self.precision.scaler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from pulsetrain.engine.step.log_point import LogPoint, split_loss
 from pulsetrain.engine.step.model_call import call, eval_mode, evaluating
 from pulsetrain.engine.step.protocols import BackendSettings, Optimizer, TrainingBatch, TrainingStrategy, Tree
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
 __all__ = ["FunctionalTorchBackend"]
 
 
@@ -32,6 +35,8 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
     Raises:
         ConfigurationError: fp16, torch.compile, activation checkpointing or offload, which work in place.
     """
+
+    module: Module
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         FunctionalBackend.__init__(self)

@@ -86,7 +86,7 @@ class CheckpointManager:
 
     def __init__(self, checkpoint_dir: str | os.PathLike[str], keep_last_n: int = 3) -> None:
         check_whole_number("CheckpointManager", "keep_last_n", keep_last_n)
-        self.checkpoint_dir = location_of(checkpoint_dir)
+        self.checkpoint_dir: Location = location_of(checkpoint_dir)
         self.keep_last_n = keep_last_n
         self._refusal: str | None = None
         self._files = files_of(self.checkpoint_dir)

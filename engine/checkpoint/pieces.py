@@ -70,6 +70,10 @@ class StoredTensor:
         CheckpointError: they do not cover it, or overlap.
     """
 
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
     def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[StoredPiece] = ()) -> None:
         self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
         check_cover(name, self.shape, dtype, pieces)

@@ -71,9 +71,12 @@ class KeyedOrder:
             DistributedSampler shares out itself: the loader's batches are then those of one rank.
     """
 
+    number: int
+    position: int
+
     def __init__(self, loader: DataLoader[Any], seed: int, ranks: tuple[int, int] | None = None) -> None:
         self.seed = seed
-        self.batched = loader.batch_size is not None or loader.batch_sampler is not None
+        self.batched: bool = loader.batch_size is not None or loader.batch_sampler is not None
         sampler: Any = loader.sampler  # samplers share no type beyond Iterable
         batches: Any = loader.batch_sampler
         self._own_batches = batches is not None and type(batches) is not BatchSampler  # the user's own
@@ -238,7 +241,7 @@ class KeyedLoader:
         ranks: tuple[int, int] | None = None,
         order: KeyedOrder | None = None,
     ) -> None:
-        self.order = order or KeyedOrder(loader, seed, ranks)
+        self.order: KeyedOrder = order or KeyedOrder(loader, seed, ranks)
         dataset: Any = loader.dataset  # any object with __getitem__
         collate = loader.collate_fn
         if not draws_nothing(loader):

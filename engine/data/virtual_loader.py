@@ -41,6 +41,9 @@ class VirtualOrder(KeyedOrder):
         count: of all virtual ranks.
     """
 
+    count: int
+    here: range
+
     def __init__(self, loader: DataLoader[Any], seed: int, here: range, count: int) -> None:
         self.here, self.count = here, count
         super().__init__(loader, seed)

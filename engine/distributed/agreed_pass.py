@@ -40,6 +40,8 @@ class AgreedPass:
             made to count nothing.
     """
 
+    is_repeated: bool
+
     def __init__(self, control: ControlGroup, same_number: str = "") -> None:
         self._control, self._same_number = control, same_number
         self.is_repeated = False  # the batch that was given last: this rank has had it before

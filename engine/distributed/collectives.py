@@ -50,6 +50,10 @@ class ControlGroup:
         host: the rank whose process holds the store, which ends with it; None if the store outlives all ranks.
     """
 
+    ranks: Ranks
+    timeout: float
+    board: FailureBoard | None
+
     def __init__(
         self,
         ranks: Ranks,

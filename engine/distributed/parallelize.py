@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -11,6 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pulsetrain.engine.distributed.ranks import is_shared, ranks
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 __all__ = ["DataParallelModule", "start_alike", "without_wrapper"]
 
@@ -37,10 +40,12 @@ class DataParallelModule:
         wraps: whether to wrap it at all.
     """
 
+    called: Module
+
     def __init__(self, module: nn.Module, *, wraps: bool = True) -> None:
         self.module = module
         self.called = module
-        self.is_wrapped = wraps and ranks().world_size > 1 and not is_shared(module)
+        self.is_wrapped: bool = wraps and ranks().world_size > 1 and not is_shared(module)
         if self.is_wrapped:
             self._wrap()
 

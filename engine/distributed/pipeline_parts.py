@@ -75,6 +75,10 @@ class _PartEnds(Exception):  # noqa: N818  # not an error: it ends the model's f
 class _Run:
     """One part, once."""
 
+    span: Span
+    received: Tensor | None
+    filler: Tensor | None
+
     def __init__(self, span: Span, received: Tensor | None) -> None:
         self.span, self.received = span, received
         self.passed: Tensor | None = None

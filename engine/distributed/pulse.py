@@ -35,6 +35,9 @@ class SharedFlag:
     (False, True, False)
     """
 
+    raised: bool
+    is_up: bool
+
     def __init__(self) -> None:
         self.raised = self.is_up = False  # by this rank since the last pulse, and in all
 
@@ -69,6 +72,8 @@ class Pulse:
             ranks, where a pulse takes longer, too.
         clock: monotonic, in seconds.
     """
+
+    next: int
 
     def __init__(
         self,

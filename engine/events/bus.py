@@ -182,7 +182,7 @@ class EventBus(blinker.Namespace):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sequence = Sequence()
+        self.sequence: Sequence = Sequence()
         self._engines: dict[int, weakref.ref[object]] = {}
         self._by_key: dict[str, EventSignal] = {}
 

@@ -15,10 +15,12 @@ __all__ = ["Calls", "Dispatch", "Sequence"]
 class Sequence:
     """The bus's counter of fired events. An attribute on slots: an increment costs 11 ns, 40 on a dict subclass."""
 
+    observed: bool
+
     __slots__ = ("last", "observed")
 
     def __init__(self) -> None:
-        self.last = 0  # the number of the last event fired
+        self.last: int = 0  # the number of the last event fired
         self.observed = False  # whether the handler that is running now was called at an irreproducible moment
 
     @contextmanager
@@ -34,15 +36,17 @@ class Sequence:
 class Calls(list[Callable[..., object]]):
     """Callables in the order of execution, and the subscriptions that they came from."""
 
+    needs_event: bool
+
     __slots__ = ("filtered", "needs_event", "newest", "subscriptions", "takes_event")
 
     def __init__(self, subscriptions: list[Subscription], newest: int) -> None:
-        self.subscriptions = subscriptions
+        self.subscriptions: list[Subscription] = subscriptions
         super().__init__(subscription.call for subscription in subscriptions)
         self.needs_event = any(subscription.needs_event for subscription in subscriptions)
-        self.filtered = any(subscription.filter is not None for subscription in subscriptions)
-        self.takes_event = [subscription.needs_event for subscription in subscriptions]  # of each callable
-        self.newest = newest  # serial number of the last subscription made before this was compiled
+        self.filtered: bool = any(subscription.filter is not None for subscription in subscriptions)
+        self.takes_event: list[bool] = [subscription.needs_event for subscription in subscriptions]  # of each callable
+        self.newest: int = newest  # serial number of the last subscription made before this was compiled
 
     def patch(self, subscription: Subscription) -> None:
         """Use the subscription's present callable, also in an iteration that is in progress."""
@@ -69,6 +73,19 @@ class Dispatch:
     >>> ready.live, ready.wants(9), ready.wants(10)
     (True, False, True)
     """
+
+    leads: bool
+    follows: bool
+    strict: bool
+    calls: Calls
+    filtered: bool
+    inside: Calls
+    live: bool
+    connected: bool
+    always: bool
+    plain: bool
+    low: int
+    high: int
 
     def __init__(self, event: EventLike, sequence: Sequence, *, hooked: bool) -> None:
         self.event = event

@@ -21,6 +21,7 @@ from pulsetrain.engine.events.names import COUNTERS, Events
 from pulsetrain.engine.events.payloads import EpochTerminated, Terminated
 from pulsetrain.engine.events.run_control import RunControl, StepStopped, StopEpoch, StopRun
 from pulsetrain.engine.events.state import State
+from pulsetrain.engine.notebook import shorten_traceback
 
 __all__ = ["Engine"]
 
@@ -53,6 +54,11 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
 
     source: DataSource
     """Makes the iterators over the data."""
+
+    state: State
+    """What the run knows: counters, the batch and its output, metrics."""
+
+    logger: logging.Logger
 
     external_step: bool
     """Whether the caller makes the step between two calls of `proceed`, and sets `state.output`."""
@@ -125,7 +131,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
         if state.iteration == self._first_iteration:
             raise self.empty_data_error()
         if not self.is_done:
-            total = state.epoch_length * state.max_epochs if state.max_epochs is not None else state.max_iters
+            total = state.max_iters if state.max_epochs is None else (state.epoch_length or 0) * state.max_epochs
             warnings.warn(
                 "Data iterator can not provide data anymore but required total number of iterations to run is not "
                 f"reached. Current iteration: {state.iteration} vs Total iterations to run : {total}",
@@ -234,6 +240,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
             self._running = False
         failure, self._failure = self._failure, None
         if failure is not None:
+            shorten_traceback(failure)
             try:
                 raise failure
             finally:

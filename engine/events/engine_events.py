@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from ignite.engine.events import EventsList
 
@@ -12,12 +12,34 @@ from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.dispatch import Dispatcher
 from pulsetrain.engine.events.handler_signature import Handler
 from pulsetrain.engine.events.ignite import Handle, HandlerTable, calls, reading_loss, wrapped
-from pulsetrain.engine.events.names import EventLike
+from pulsetrain.engine.events.names import Event, EventLike, EventType
+from pulsetrain.engine.events.payloads import EpochTerminated, ExceptionRaised
 from pulsetrain.engine.events.subscription import OnError, Options, Phase
 
 __all__ = ["EngineEvents"]
 
 F = TypeVar("F", bound=Handler)
+Sender = TypeVar("Sender")
+Result = TypeVar("Result")
+Payload = TypeVar("Payload")
+
+
+class Attaching(Generic[Payload]):
+    """What `on` returns for type checkers, which compare the event's payload with that of the handler's `event`."""
+
+    @overload  # with Any, so that a handler of several events may be decorated several times
+    def __call__(
+        self, handler: Callable[[Sender, Event[Payload]], Result]
+    ) -> Callable[[Sender, Event[Any]], Result]: ...
+    @overload
+    def __call__(self, handler: Callable[[Sender], Result]) -> Callable[[Sender], Result]: ...
+    @overload
+    def __call__(self, handler: Callable[[], Result]) -> Callable[[], Result]: ...
+    @overload  # handlers of pytorch-ignite take a field of these payloads
+    def __call__(self: Attaching[ExceptionRaised] | Attaching[EpochTerminated], handler: F) -> F: ...
+    def __call__(self, handler: Any) -> Any:
+        """Attach the handler, and return it."""
+        raise NotImplementedError
 
 
 class EngineEvents(Dispatcher):
@@ -93,6 +115,11 @@ class EngineEvents(Dispatcher):
             shown = wrapped(subscriptions[0], self)
         return Handle(event_name, shown, self, subscriptions)
 
+    @overload
+    def on(
+        self, event_name: EventType[Payload], *, phase: Phase = Phase.ACT, on_error: OnError = "raise"
+    ) -> Attaching[Payload]: ...
+    @overload
     def on(
         self,
         event_name: EventLike | EventsList,
@@ -100,8 +127,19 @@ class EngineEvents(Dispatcher):
         phase: Phase = Phase.ACT,
         on_error: OnError = "raise",
         **kwargs: object,
-    ) -> Callable[[F], F]:
+    ) -> Attaching[Any]: ...
+    def on(
+        self,
+        event_name: EventLike | EventsList,
+        *args: object,
+        phase: Phase = Phase.ACT,
+        on_error: OnError = "raise",
+        **kwargs: object,
+    ) -> Any:
         """`add_event_handler` as a decorator, which returns the function unchanged.
+
+        Type checkers compare the payload of the handler's `event` parameter with that of the event, where the event is
+        a member of `Events`, filtered or not, and the handler has no arguments of its own.
 
         >>> from pulsetrain.engine import Engine, Events
         >>> engine = Engine(lambda engine, batch: batch)

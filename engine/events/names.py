@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, overload
 
 import msgspec
 from ignite.engine.events import CallableEventWithFilter as IgniteEvent
@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "EventEnum",
     "EventLike",
+    "EventType",
     "Events",
     "EventsList",
     "FilteredEvent",
@@ -32,13 +33,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from enum import nonmember
+
     from typing_extensions import TypeVar
 
-    Payload = TypeVar("Payload", default=Any)
+    Payload = TypeVar("Payload", default=Any, covariant=True)
 else:
     from typing import TypeVar
 
-    Payload = TypeVar("Payload")  # defaults of type variables are newer than Python 3.11
+    Payload = TypeVar("Payload", covariant=True)  # defaults of type variables are newer than Python 3.11
 
 EventLike: TypeAlias = IgniteEvent | str  # what a user may pass: a member, filtered or not, or a registered string
 
@@ -62,8 +65,11 @@ class Event(msgspec.Struct, Generic[Payload], omit_defaults=True):
     observed: bool = False  # fired at a moment that depends on the clock or on another thread: not reproducible
 
 
-class _Filterable(IgniteEvent):
-    """What members and filtered events share: filtering by call, joining by `|`, equality by key."""
+class EventType(IgniteEvent, Generic[Payload]):
+    """A member of an enum of events, filtered or not: filtering by call, joining by `|`, equality by key.
+
+    `Events.VALIDATION_COMPLETED` is an `EventType[ValidationCompleted]` for type checkers.
+    """
 
     key: str
     payload_type: type | None
@@ -75,7 +81,7 @@ class _Filterable(IgniteEvent):
         once: int | Sequence[int] | None = None,
         before: int | None = None,
         after: int | None = None,
-    ) -> FilteredEvent:
+    ) -> FilteredEvent[Payload]:
         """The same event with a filter: the handler is called only when the event's counter is due.
 
         Args:
@@ -108,7 +114,7 @@ class _Filterable(IgniteEvent):
         return hash(self._name_)  # equal to what ignite's own members hash to
 
 
-class EventEnum(_Filterable, IgniteEventEnum):
+class EventEnum(EventType, IgniteEventEnum):
     """Base class of enums of events: a member is a value, or a value and the type of its payload.
 
     Register the members with `Engine.register_events` before they are fired.
@@ -140,14 +146,14 @@ class EventEnum(_Filterable, IgniteEventEnum):
                     f"{type(self).__name__}.{self._name_}: the value {value!r} is {other}'s, whose payload differs; "
                     "give each event its own value"
                 )
-        self.filter = None
+        self.filter: None = None
         self.payload_type = payload_type
         # unique for each member of each enum, also of two enums with one name; strings hash fastest
         self.key = f"{type(self).__qualname__}.{self._name_}#{next(_serial)}"
 
-    # Enum's own __eq__ and __hash__ come before _Filterable's unless named here
-    __eq__ = _Filterable.__eq__
-    __hash__ = _Filterable.__hash__
+    # Enum's own __eq__ and __hash__ come before EventType's unless named here
+    __eq__ = EventType.__eq__
+    __hash__ = EventType.__hash__
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self._name_}"
@@ -155,7 +161,7 @@ class EventEnum(_Filterable, IgniteEventEnum):
     __str__ = __repr__
 
 
-class FilteredEvent(_Filterable):
+class FilteredEvent(EventType[Payload]):
     """An event with a filter: what `Events.ITERATION_COMPLETED(every=100)` returns."""
 
     def __init__(self, member: EventEnum, event_filter: Filter | None) -> None:
@@ -194,6 +200,15 @@ class EventsList(IgniteEventsList):
         return " | ".join(map(repr, self._events)) or "EventsList()"
 
 
+@overload
+def _event(value: str) -> nonmember[EventType[None]]: ...
+@overload
+def _event(value: str, payload_type: type[Payload]) -> nonmember[EventType[Payload]]: ...
+def _event(value: str, payload_type: type | None = None) -> object:
+    """What the enum makes a member of; type checkers take the member for an `EventType` of its payload."""
+    return value, payload_type
+
+
 class Events(EventEnum):
     """The events of a run. An iteration is one batch, an update is one optimizer step.
 
@@ -203,35 +218,35 @@ class Events(EventEnum):
     'ValidationCompleted'
     """
 
-    STARTED = "started"
-    COMPLETED = "completed"
-    EPOCH_STARTED = "epoch_started"
-    EPOCH_COMPLETED = "epoch_completed"
-    GET_BATCH_STARTED = "get_batch_started"
-    GET_BATCH_COMPLETED = "get_batch_completed"
-    ITERATION_STARTED = "iteration_started"
-    ITERATION_COMPLETED = "iteration_completed"
-    DATALOADER_STOP_ITERATION = "dataloader_stop_iteration"
-    INTERRUPT = "interrupt"
-    TERMINATE = "terminate", payloads.Terminated
-    TERMINATE_SINGLE_EPOCH = "terminate_single_epoch", payloads.EpochTerminated
-    EXCEPTION_RAISED = "exception_raised", payloads.ExceptionRaised
-    GRADIENTS_READY = "gradients_ready", payloads.GradientsReady
-    OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed", payloads.OptimizerStepCompleted
-    VALIDATION_STARTED = "validation_started"
-    VALIDATION_COMPLETED = "validation_completed", payloads.ValidationCompleted
-    ROLLOUT_STARTED = "rollout_started"
-    REWARDS_COMPUTED = "rewards_computed", payloads.RewardsComputed
-    ROLLOUT_COMPLETED = "rollout_completed", payloads.RolloutCompleted
-    POLICY_UPDATED = "policy_updated", payloads.PolicyUpdated
-    CHECKPOINT_SAVED = "checkpoint_saved", payloads.CheckpointSaved
-    CHECKPOINT_LOADED = "checkpoint_loaded", payloads.CheckpointLoaded
-    METRICS_LOGGED = "metrics_logged", payloads.MetricsLogged
-    MEDIA_LOGGED = "media_logged", payloads.MediaLogged
-    ANOMALY_DETECTED = "anomaly_detected", payloads.AnomalyDetected
-    PREEMPTED = "preempted", payloads.Preempted
-    RANKS_DIVERGED = "ranks_diverged", payloads.RanksDiverged
-    HANDLER_FAILED = "handler_failed", payloads.HandlerFailed
+    STARTED = _event("started")
+    COMPLETED = _event("completed")
+    EPOCH_STARTED = _event("epoch_started")
+    EPOCH_COMPLETED = _event("epoch_completed")
+    GET_BATCH_STARTED = _event("get_batch_started")
+    GET_BATCH_COMPLETED = _event("get_batch_completed")
+    ITERATION_STARTED = _event("iteration_started")
+    ITERATION_COMPLETED = _event("iteration_completed")
+    DATALOADER_STOP_ITERATION = _event("dataloader_stop_iteration")
+    INTERRUPT = _event("interrupt")
+    TERMINATE = _event("terminate", payloads.Terminated)
+    TERMINATE_SINGLE_EPOCH = _event("terminate_single_epoch", payloads.EpochTerminated)
+    EXCEPTION_RAISED = _event("exception_raised", payloads.ExceptionRaised)
+    GRADIENTS_READY = _event("gradients_ready", payloads.GradientsReady)
+    OPTIMIZER_STEP_COMPLETED = _event("optimizer_step_completed", payloads.OptimizerStepCompleted)
+    VALIDATION_STARTED = _event("validation_started")
+    VALIDATION_COMPLETED = _event("validation_completed", payloads.ValidationCompleted)
+    ROLLOUT_STARTED = _event("rollout_started")
+    REWARDS_COMPUTED = _event("rewards_computed", payloads.RewardsComputed)
+    ROLLOUT_COMPLETED = _event("rollout_completed", payloads.RolloutCompleted)
+    POLICY_UPDATED = _event("policy_updated", payloads.PolicyUpdated)
+    CHECKPOINT_SAVED = _event("checkpoint_saved", payloads.CheckpointSaved)
+    CHECKPOINT_LOADED = _event("checkpoint_loaded", payloads.CheckpointLoaded)
+    METRICS_LOGGED = _event("metrics_logged", payloads.MetricsLogged)
+    MEDIA_LOGGED = _event("media_logged", payloads.MediaLogged)
+    ANOMALY_DETECTED = _event("anomaly_detected", payloads.AnomalyDetected)
+    PREEMPTED = _event("preempted", payloads.Preempted)
+    RANKS_DIVERGED = _event("ranks_diverged", payloads.RanksDiverged)
+    HANDLER_FAILED = _event("handler_failed", payloads.HandlerFailed)
 
 
 LOOP_COUNTERS = ("iteration", "epoch")  # the run loop moves these; fire() never does
@@ -250,7 +265,7 @@ _COUNTED = {
     "rollout_round": (Events.ROLLOUT_STARTED, Events.REWARDS_COMPUTED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED),
     "save": (Events.CHECKPOINT_SAVED, Events.CHECKPOINT_LOADED),
 }
-COUNTERS: dict[Events, str] = {event: counter for counter, events in _COUNTED.items() for event in events}
+COUNTERS: dict[EventType, str] = {event: counter for counter, events in _COUNTED.items() for event in events}
 
 READ_ONLY = frozenset({Events.CHECKPOINT_LOADED})  # loading does not count as a save
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pulsetrain.engine.events.engine_events import EngineEvents
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.names import Events, EventType
 from pulsetrain.engine.events.payloads import ExceptionRaised
 
 __all__ = ["RunControl", "StepStopped", "StopEpoch", "StopRun"]
@@ -95,7 +95,7 @@ class RunControl(EngineEvents):
         """End the epoch at the next safe point and continue with the next one."""
         self.should_terminate_single_epoch = "skip_epoch_completed" if skip_epoch_completed else True
 
-    def _signal(self, event: Events, payload: object = None) -> None:
+    def _signal(self, event: EventType, payload: object = None) -> None:
         """Fire one of the rarer events of the loop: `last_event_name` follows these even if nobody subscribed."""
         self.last_event_name = event
         self.fire(event, payload)

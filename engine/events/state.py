@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING, Any
 
 from ignite.engine.events import State as IgniteState
 
@@ -22,6 +23,12 @@ class State(IgniteState):
     """
 
     __slots__ = ("_engine",)
+    epoch: int
+    iteration: int
+    batch: Any
+    output: Any
+    samples: int  # that a training run has seen; other engines have no such counters
+    tokens: int
     stop_reason: str | None
     update: int
     validation_round: int
@@ -33,6 +40,11 @@ class State(IgniteState):
         self.stop_reason = None
         self.update = self.validation_round = self.rollout_round = self.save = 0
         super().__init__(**attributes)
+
+    if TYPE_CHECKING:  # counters of custom events, and what users keep here
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def owner(self) -> EventRegistry | None:
         """The engine that this is the state of; None if it is not an engine's state."""

@@ -87,6 +87,11 @@ class Subscription:
     False
     """
 
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    signature: HandlerSignature
+    needs_event: bool
+
     def __init__(
         self,
         signal: Signal,
@@ -106,7 +111,7 @@ class Subscription:
             raise ConfigurationError("choose 'raise' or 'warn'", on_error=on_error)
         self.signal = signal
         try:
-            self.phase = Phase(phase)
+            self.phase: Phase = Phase(phase)
         except ValueError:
             choices = ", ".join(f"Phase.{each.name}" for each in Phase)
             raise ValueError(f"{signal.name}: phase={phase!r}: choose {choices}") from None
@@ -114,11 +119,11 @@ class Subscription:
         self.passive = passive
         self.by_engine = by_engine  # registered with engine.on: may handle an exception of the run
         self.failures = 0
-        self.serial = next(_serial)
-        self.order = Order.REGISTERED if order is None else order
+        self.serial: int = next(_serial)
+        self.order: Order = Order.REGISTERED if order is None else order
         self.position: float = self.serial  # among those of its phase and order
         self.filter = event_filter
-        self.observed = getattr(event_filter, "is_timed", False) is True
+        self.observed: bool = getattr(event_filter, "is_timed", False) is True
         self.suspended: tuple[Filter | None, Handler] | None = None
         # by engine, since a subscription on a bus may follow several: its run and the counter's value
         self.fired_once: weakref.WeakKeyDictionary[EventRegistry, tuple[int, int]] | None = None

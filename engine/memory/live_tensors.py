@@ -82,6 +82,9 @@ class LiveTensors(TorchDispatchMode):
     (4096, 4096)
     """
 
+    phase: str
+    device: torch.device
+
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device, mode: FakeTensorMode | None = None) -> None:

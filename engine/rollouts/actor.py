@@ -41,7 +41,7 @@ class Actor:
         self, act: Callable[[object], object], model: Any, count: int, device: torch.device | str = "cpu"
     ) -> None:
         self._act, self._count, self._device = act, count, device
-        self.is_recurrent = is_recurrent(model)
+        self.is_recurrent: bool = is_recurrent(model)
         self.state = _several(model.initial_state(count)) if self.is_recurrent else ()
 
     def step(self, observations: Tensor | Mapping[str, Tensor], starts: np.ndarray) -> tuple[Tensor, Tensor]:

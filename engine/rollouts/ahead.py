@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.rollouts.completions import Completion
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 __all__ = ["Ahead", "WeightsCopy"]
 
@@ -28,7 +31,7 @@ class WeightsCopy:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model: Module = copy.deepcopy(model).eval().requires_grad_(False)
 
     def update(self, model: nn.Module) -> None:
         """Takes the current weights of the model that it is a copy of."""

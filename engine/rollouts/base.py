@@ -14,7 +14,7 @@ from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.ranks import DataRank
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.names import Events, EventType
 from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
@@ -46,11 +46,11 @@ class PolicyTrainer(Protocol):
 
     def as_step(self) -> AbstractContextManager[None]: ...
 
-    def fire(self, event: Events, payload: object = None) -> object: ...
+    def fire(self, event: EventType, payload: object = None) -> object: ...
 
-    def hears(self, event: Events) -> bool: ...
+    def hears(self, event: EventType) -> bool: ...
 
-    def add_event_handler(self, event: Events, handler: Callable[..., object], *, phase: Phase) -> object: ...
+    def add_event_handler(self, event: EventType, handler: Callable[..., object], *, phase: Phase) -> object: ...
 
 
 class _NoPolicyError(ConfigurationError, TypeError):
@@ -82,6 +82,10 @@ class Rollouts:
         ...
     pulsetrain.engine.rollouts.base._NoPolicyError: Bandit: has no policy yet; pass it to a Trainer as train_loader
     """
+
+    sharing: SharedRollout
+    seed: int
+    rollouts: int
 
     fires_rollouts = True
     shares_ranks = False  # whether several processes share a rollout out
@@ -289,7 +293,7 @@ class Rollouts:
         )  # fmt: skip
         self.trainer.fire(Events.REWARDS_COMPUTED, computed)
 
-    def _report(self, event: Events, metrics: dict[str, float], **more: float) -> None:
+    def _report(self, event: EventType, metrics: dict[str, float], **more: float) -> None:
         trainer = self.trainer
         if event == Events.ROLLOUT_COMPLETED:  # a reward that applied to no text of this rollout keeps no old value
             for name in [each for each in trainer.state.metrics if each.startswith(_REWARDS) and each not in metrics]:

@@ -79,6 +79,9 @@ class ConversationRollouts(TextRollouts):
         ConfigurationError: a number is out of range, or the longest prompt and one turn do not fit into `max_length`.
     """
 
+    max_length: int
+    max_turns: int
+
     def __init__(
         self,
         prompts: Sequence[Any],

@@ -79,6 +79,10 @@ class EnvironmentRollouts(Rollouts):
             environment's spaces are not supported.
     """
 
+    steps: int
+    sequence_length: int | None
+    environments: int
+
     def __init__(
         self,
         environment: str | Callable[[], Any],
@@ -105,7 +109,7 @@ class EnvironmentRollouts(Rollouts):
         self.environments, self._space = self.episodes.count, self.episodes.space
         self._actions = distribution_of(self._maker.action_space)
         shapes = self._space.shapes if normalize_observations else {}
-        self.normalization = Normalization(shapes, self.environments if normalize_rewards else None)
+        self.normalization: Normalization = Normalization(shapes, self.environments if normalize_rewards else None)
         self._actor: Actor | None = None
         super().__init__()
 

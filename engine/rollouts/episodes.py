@@ -60,11 +60,15 @@ class Episodes:
         first: the number of the first one, for its seeds.
     """
 
+    space: ObservationSpace
+    count: int
+    current: list[Episode]
+
     restored_together = False  # whether restoring one environment moves the others
 
     def __init__(self, space: ObservationSpace, count: int, first: int = 0) -> None:
         self.space, self.count, self._first = space, count, first
-        self.seen = space.empty(count)  # the latest observations
+        self.seen: dict[str, np.ndarray[Any, Any]] = space.empty(count)  # the latest observations
         self.seed = 0
         self._initial = (  # what wrappers have counted before the first episode
             [self.statistics_at(index) for index in range(count)],
@@ -242,7 +246,7 @@ class SeparateEpisodes(Episodes):
     """
 
     def __init__(self, environments: Iterable[Any], space: ObservationSpace, first: int = 0) -> None:
-        self.environments = list(environments)
+        self.environments: list[Any] = list(environments)
         self._keep = [has_statistics(each) for each in self.environments]
         super().__init__(space, len(self.environments), first)
 

@@ -39,6 +39,8 @@ class EnvironmentMaker:
         ConfigurationError: gymnasium is not installed or does not know the name, or options do not apply.
     """
 
+    action_space: Any
+
     def __init__(
         self,
         environment: str | Callable[[], Any],

@@ -29,6 +29,8 @@ class RunningMoments:
         shape: of one value.
     """
 
+    count: float
+
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         self.mean, self.variance = np.zeros(shape), np.ones(shape)
         self.count = 1e-4  # of values with mean 0 and variance 1, so that a first value does not divide by 0

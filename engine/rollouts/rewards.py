@@ -69,7 +69,7 @@ class Rewards:
         place: str = "TextRollouts",
     ) -> None:
         self._place = place
-        self.are_several = not callable(functions)  # whether each has metrics of its own
+        self.are_several: bool = not callable(functions)  # whether each has metrics of its own
         named = self._named(functions)
         self._judges = [_Judge.of(name, function) for name, function in named]
         for judge in self._judges:
@@ -85,8 +85,8 @@ class Rewards:
             if misfit:
                 rule = f"it cannot be called ({misfit}); let it take prompts and completions, or 'completions' by name"
                 raise ConfigurationError(rule, place, reward=judge.name)
-        self.names = tuple(judge.name for judge in self._judges)
-        self.weights = torch.tensor(self._checked(weights), dtype=torch.float32)
+        self.names: tuple[str, ...] = tuple(judge.name for judge in self._judges)
+        self.weights: Tensor = torch.tensor(self._checked(weights), dtype=torch.float32)
 
     def _named(self, functions: Any) -> list[tuple[str, Reward]]:
         if callable(functions):

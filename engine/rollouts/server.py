@@ -59,6 +59,13 @@ class ServerSampler:
         ConfigurationError: an argument is out of range.
     """
 
+    url: str
+    api: str
+    model: str | None
+    timeout: float
+    concurrency: int
+    folder: Path | None
+
     def __init__(
         self,
         url: str,

@@ -45,7 +45,7 @@ class ObservationSpace:
 
     def __init__(self, space: Any) -> None:
         parts = getattr(space, "spaces", None)
-        self.is_named = isinstance(parts, Mapping)
+        self.is_named: bool = isinstance(parts, Mapping)
         named = dict(parts) if isinstance(parts, Mapping) else {"": space}
         wrong = next((name for name, each in named.items() if not _is_box(each)), None)
         if wrong is not None or not named:
@@ -54,7 +54,9 @@ class ObservationSpace:
                 f"{_PLACE}: the environment's observations are {space}; needs arrays of numbers, or a Dict of "
                 f"arrays{of} (use gymnasium.wrappers.FlattenObservation)"
             )
-        self.keys = {name: f"observations/{name}" if self.is_named else "observations" for name in named}
+        self.keys: dict[str, str] = {
+            name: f"observations/{name}" if self.is_named else "observations" for name in named
+        }
         self._shapes = {name: tuple(each.shape) for name, each in named.items()}
 
     @property

@@ -93,6 +93,18 @@ class TextRollouts(Rollouts):
             the columns.
     """
 
+    reward: Reward | Sequence[Reward] | Mapping[str, Reward]
+    max_new_tokens: int
+    prompts_per_rollout: int
+    end_token: int | Sequence[int] | None
+    pad_token: int
+    pad_to: int | None
+    sampling: Sampling | None
+    importance_cap: float | None
+    staleness: int
+    background: bool
+    log_completions: int
+
     def __init__(
         self,
         prompts: Sequence[Any],
@@ -115,7 +127,7 @@ class TextRollouts(Rollouts):
     ) -> None:
         self._decode = None if tokenizer is None else decoder_of("TextRollouts", tokenizer)
         self._asked = read_prompts("TextRollouts", prompts, tokenizer, self._decode)
-        self.prompts = self._asked.tokens
+        self.prompts: list[list[int]] = self._asked.tokens
         for name, value in (("max_new_tokens", max_new_tokens), ("prompts_per_rollout", prompts_per_rollout)):
             check_whole_number("TextRollouts", name, value)
         longest = max(map(len, self.prompts)) + max_new_tokens

@@ -78,6 +78,8 @@ class ToolEnvironment:
         TypeError: a tool is not a function.
     """
 
+    end_token: Any | int | None
+
     def __init__(
         self,
         tokenizer: Any,

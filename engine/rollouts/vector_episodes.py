@@ -51,7 +51,7 @@ class VectorEpisodes(Episodes):
         self.vector = vector
         self._parts: list[Any] | None = getattr(getattr(vector, "unwrapped", vector), "envs", None)
         self._keep = [has_statistics(each) for each in self._parts or ()]
-        self.has_statistics = has_statistics(vector)  # of wrappers around the whole vector
+        self.has_statistics: bool = has_statistics(vector)  # of wrappers around the whole vector
         super().__init__(space, int(vector.num_envs), first)
 
     def close(self) -> None:

@@ -37,6 +37,8 @@ class TextWriter:
         ConfigurationError: the sampler, the model or the backend does not fit the options.
     """
 
+    age: int
+
     def __init__(
         self,
         trainer: PolicyTrainer,

@@ -150,6 +150,8 @@ class WarmupLR(LRScheduler):
         warmup: the fraction of the scheduler's first rate, from 0 to 1.
     """
 
+    last_epoch: int
+
     def __init__(self, scheduler: LRScheduler, warmup: Warmup) -> None:
         place = f"add_warmup(scheduler={type(scheduler).__name__})"
         if _was_stepped(scheduler):
@@ -161,7 +163,7 @@ class WarmupLR(LRScheduler):
                 f"{place}: starts at rate 0, which leaves nothing to warm up to; does it include a warm-up?"
             )
         # not super().__init__(): it assumes that the first rate is `initial_lr`, and a scheduler may start elsewhere
-        self.optimizer = scheduler.optimizer
+        self.optimizer: Optimizer = scheduler.optimizer
         self.scheduler = scheduler
         self.warmup = warmup
         self.last_epoch = 0

@@ -119,6 +119,8 @@ class Accumulation:
     (True, [0.375, 0.625])
     """
 
+    batches: int
+
     def __init__(self, rule: Accumulate, *, weighs_each: bool = False) -> None:
         self.rule = rule
         self._single = rule.batches == 1 and not weighs_each  # the usual case, and no arithmetic for it

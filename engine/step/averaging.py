@@ -44,6 +44,9 @@ class WeightAverage:
     2.0
     """
 
+    number_averaged: int
+    buffers_kept: bool
+
     def __init__(self, model: nn.Module, average: MultiAverage) -> None:
         self.model = model
         self.number_averaged = 0

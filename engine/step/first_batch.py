@@ -30,7 +30,7 @@ class FirstBatch:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self.strategy = cast(TrainingStrategy, strategy)  # a backend asks for what its strategy has
+        self.strategy: TrainingStrategy = cast(TrainingStrategy, strategy)  # a backend asks for what its strategy has
 
     def prepare_batch(self, batch: object) -> TrainingBatch:
         """The strategy's batch, checked."""

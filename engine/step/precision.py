@@ -55,7 +55,7 @@ class Precision:
         check_choice("Precision", "name", name, _DTYPES)
         check_positive("Precision", "gradient_scale", gradient_scale)
         self.name = name
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         self.dtype: torch.dtype | None = _DTYPES[name]
         self.scaler = self.skipped = None
         self._unscaled = False

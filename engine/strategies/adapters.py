@@ -48,6 +48,8 @@ class InitialWeights:
     0.0
     """
 
+    weights: dict[str, Tensor]
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.weights = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}

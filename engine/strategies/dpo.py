@@ -56,6 +56,11 @@ class DPOStrategy(PairStrategy):
         ConfigurationError: a value is out of range; the message names it.
     """
 
+    loss_type: str | Sequence[str]
+    label_smoothing: float
+    loss_weights: Sequence[float] | None
+    discopop_tau: float
+
     def __init__(
         self,
         beta: float = 0.1,

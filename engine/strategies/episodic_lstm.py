@@ -32,7 +32,7 @@ class EpisodicLSTM(nn.Module):
         super().__init__()
         check_whole_number("EpisodicLSTM", "inputs", inputs)
         check_whole_number("EpisodicLSTM", "hidden", hidden)
-        self.cell = nn.LSTMCell(inputs, hidden)
+        self.cell: nn.LSTMCell = nn.LSTMCell(inputs, hidden)
 
     def initial_state(self, count: int) -> tuple[Tensor, Tensor]:
         """The state before an episode, for that many environments: two tensors (count, hidden)."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.argument_checks import check_whole_number
+
+if TYPE_CHECKING:
+    from torch.nn import Linear
 
 __all__ = ["GaussianHead"]
 
@@ -33,8 +38,8 @@ class GaussianHead(nn.Module):
         super().__init__()
         check_whole_number("GaussianHead", "inputs", inputs)
         check_whole_number("GaussianHead", "actions", actions)
-        self.mean = nn.Linear(inputs, actions)
-        self.log_std = nn.Parameter(torch.full((actions,), float(log_std)))
+        self.mean: Linear = nn.Linear(inputs, actions)
+        self.log_std: nn.Parameter = nn.Parameter(torch.full((actions,), float(log_std)))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Means and logarithms of standard deviations (..., 2 * actions) of hidden values (..., inputs)."""

@@ -89,6 +89,15 @@ class GRPOStrategy(PolicyStrategy):
         ConfigurationError: a value is out of range; the message names it.
     """
 
+    group_size: int
+    advantages: str
+    objective: str
+    ratio: str
+    entropy_coef: float
+    normalization: str
+    max_length: int | None
+    mask_truncated: bool
+
     def __init__(
         self,
         group_size: int = 8,
@@ -129,7 +138,7 @@ class GRPOStrategy(PolicyStrategy):
         self._row_fields = ("advantages", *(name for name, used in needed.items() if used))
         self._measured: dict[str, Tensor] = {}  # by the last loss over rows without log-probabilities
         self.group_size, self.advantages = group_size, advantages
-        self.scale_rewards = _SCALES[advantages] if scale_rewards is None else scale_rewards
+        self.scale_rewards: str = _SCALES[advantages] if scale_rewards is None else scale_rewards
         self.objective, self.ratio, self.entropy_coef = objective, ratio, entropy_coef
         self.normalization, self.max_length, self.mask_truncated = normalization, max_length, mask_truncated
         check_choice("GRPOStrategy", "scale_rewards", self.scale_rewards, ("group", "batch", "none"))

@@ -48,6 +48,11 @@ class KTOStrategy(AnswerStrategy):
         ConfigurationError: a value is out of range; the message names it.
     """
 
+    beta: float
+    loss_type: str
+    desirable_weight: float
+    undesirable_weight: float
+
     _remedy = (
         "a batch has input_ids, labels, kl_input_ids and kl_labels, each of shape (rows, length), and desirable, as "
         "pulsetrain.engine.data.preferences.pad_unpaired makes them"

@@ -44,6 +44,14 @@ class PolicyStrategy(WithReference):
         ConfigurationError: a value is out of range; the message names it.
     """
 
+    kl_coef: float
+    clip_range: float
+    clip_range_high: float | None
+    minibatch_epochs: int
+    minibatch_size: int | None
+    target_kl: float | None
+    temperature: float
+
     needs_values = False  # whether the model must return a value besides the logits of each action
     group_size = 1  # answers to one prompt
     _row_fields: tuple[str, ...] = ("log_probs", "advantages")  # that a batch needs besides inputs and actions

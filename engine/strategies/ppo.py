@@ -70,6 +70,15 @@ class PPOStrategy(PolicyStrategy):
         ConfigurationError: a value is out of range; the message names it.
     """
 
+    gamma: float
+    lam: float
+    adaptive_kl: float | None
+    value_coef: float
+    value_clip_range: float | None
+    normalize_advantages: str | bool
+    distribution: str | None
+    kl_coef: float
+
     needs_values = True
     _row_fields = ("log_probs", "advantages", "values", "returns")
 
@@ -100,7 +109,7 @@ class PPOStrategy(PolicyStrategy):
             temperature=temperature, reference=reference,
         )  # fmt: skip
         check_number("PPOStrategy", "value_coef", value_coef)
-        self.entropy_coef = self._first("entropy_coef", entropy_coef)
+        self.entropy_coef: Any = self._first("entropy_coef", entropy_coef)
         check_number("PPOStrategy", "entropy_coef", self.entropy_coef)
         for name, value in (("value_clip_range", value_clip_range), ("adaptive_kl", adaptive_kl)):
             check_positive("PPOStrategy", name, value, or_none=True)

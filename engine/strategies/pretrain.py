@@ -54,6 +54,8 @@ class PretrainStrategy(NextTokenStrategy):
             not a token id.
     """
 
+    separator: int | None
+
     def __init__(
         self,
         unit: str = "token",

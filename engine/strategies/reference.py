@@ -52,6 +52,8 @@ class Reference:
         TypeError: it is not callable.
     """
 
+    given: ReferenceModel
+
     def __init__(self, given: ReferenceModel, place: str) -> None:
         if isinstance(given, str) and given != "copy":
             raise ConfigurationError("needs 'copy', a model, or None", place, reference=given)

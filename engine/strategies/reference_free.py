@@ -26,6 +26,8 @@ class _ReferenceFree(PairStrategy):
         ConfigurationError: a value is out of range.
     """
 
+    sft_weight: float
+
     def __init__(self, beta: float, sft_weight: float) -> None:
         super().__init__(None, refers=False)
         check_positive(self._place, "beta", beta)
@@ -63,6 +65,9 @@ class CPOStrategy(_ReferenceFree):
         ConfigurationError: a value is out of range; the message names it.
     """
 
+    loss_type: str
+    label_smoothing: float
+
     def __init__(
         self, beta: float = 0.1, loss_type: str = "sigmoid", label_smoothing: float = 0.0, *, sft_weight: float = 1.0
     ) -> None:
@@ -89,6 +94,9 @@ class SimPOStrategy(_ReferenceFree):
     Raises:
         ConfigurationError: a value is out of range; the message names it.
     """
+
+    gamma: float
+    label_smoothing: float
 
     _of_means = True
 

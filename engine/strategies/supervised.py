@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +15,9 @@ from pulsetrain.engine.losses import check_first_batch, check_first_loss, get_lo
 from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
+
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = ["SupervisedStrategy"]
 
@@ -50,6 +54,8 @@ class SupervisedStrategy:
     Raises:
         ConfigurationError: a name or option is unknown; the message lists the choices.
     """
+
+    loss_name: str | Any
 
     def __init__(
         self,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.strategies.language import logits_of
+
+if TYPE_CHECKING:
+    from torch.nn import Linear
 
 __all__ = ["PolicyOutputs", "WithValueHead"]
 
@@ -47,7 +50,7 @@ class WithValueHead(nn.Module):
             rule = f"{type(self._head()).__name__} has no in_features; name the linear layer that computes the logits"
             raise refused(self, rule, "head")
         parameter = next(model.parameters())
-        self.value = nn.Linear(width, 1, device=parameter.device)
+        self.value: Linear = nn.Linear(width, 1, device=parameter.device)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 

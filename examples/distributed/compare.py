@@ -45,7 +45,9 @@ def train(steps: int, mode: str, result: Path) -> None:
     trainer = Trainer(model, *loaders, strategy=strategy, backend=backend, config=config)
     losses: dict[str, list[float]] = {"train/loss": [], "val/loss": []}
     for event, name in ((Events.METRICS_LOGGED, "train/loss"), (Events.VALIDATION_COMPLETED, "val/loss")):
-        trainer.on(event)(lambda engine, event, name=name: losses[name].append(event.payload.metrics[name]))
+        trainer.add_event_handler(
+            event, lambda engine, event, name=name: losses[name].append(event.payload.metrics[name])
+        )
     trainer.train()
     own = {name: each.detach() for name, each in model.named_parameters() if not each.is_meta}
     whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in own.items()}

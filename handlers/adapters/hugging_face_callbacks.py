@@ -45,6 +45,9 @@ class HuggingFaceCallbacks(Handler):
         ConfigurationError: transformers is not installed.
     """
 
+    callbacks: list[Any]
+    args: Any
+
     def __init__(self, callbacks: Sequence[Any], args: Any = None) -> None:
         module = load_optional("HuggingFaceCallbacks", "transformers.trainer_callback", "huggingface")
         for each in callbacks:

@@ -49,7 +49,7 @@ class KerasCallbacks(Handler):
             if isinstance(each, type) or not any(callable(getattr(each, hook, None)) for hook in _HOOKS):
                 rule = f"needs objects with methods such as on_epoch_end(epoch, logs), of {', '.join(_HOOKS)}"
                 raise ArgumentTypeError(rule, "KerasCallbacks", callbacks=[each])
-        self.callbacks = list(callbacks)
+        self.callbacks: list[Any] = list(callbacks)
         self._batch = -1  # in the epoch, from 0
 
     def attach(self, engine: Engine) -> Self:

@@ -68,7 +68,7 @@ class LightningCallbacks(Handler):
             if isinstance(each, type) or not any(name.startswith("on_") for name in dir(each)):
                 rule = "needs objects with Lightning's hooks, such as on_train_epoch_end(trainer, pl_module)"
                 raise ArgumentTypeError(rule, "LightningCallbacks", callbacks=[each])
-        self.callbacks = list(callbacks)
+        self.callbacks: list[Any] = list(callbacks)
         self._trainer: TrainerView | None = None  # as they see it
 
     def attach(self, engine: Engine) -> Self:

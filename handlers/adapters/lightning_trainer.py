@@ -24,6 +24,8 @@ class TrainerView:
         place: the adapter's name, for the message.
     """
 
+    callbacks: list[Any]
+
     fast_dev_run = sanity_checking = False
     num_sanity_val_steps = 0
 

@@ -11,13 +11,13 @@ from typing import Self
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import EventEnum, EventsList, FilteredEvent
+from pulsetrain.engine.events.names import EventsList, EventType
 from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Order, Phase, Subscription
 from pulsetrain.engine.logs import get_logger
 
 __all__ = ["AnyEvent", "Attachment", "Handler", "subscribe_first", "subscribe_last"]
 
-AnyEvent = str | EventEnum | FilteredEvent | EventsList
+AnyEvent = str | EventType | EventsList
 
 
 class Attachment:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from pulsetrain.engine import Engine, Event, EventBus, Events, RecordingError, is_training_run
+from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 
 __all__ = ["attribute", "device_of", "handlers_of", "is_run_end", "reject_replay", "settings_of"]
@@ -41,7 +42,7 @@ def settings_of(engine: object) -> dict[str, object] | None:
     return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
-def handlers_of(engine: Engine, event: Events, kind: type[Kind]) -> list[Kind]:
+def handlers_of(engine: Engine, event: EventType, kind: type[Kind]) -> list[Kind]:
     """The handlers of this class with a method subscribed to the event, in order of subscription, each once."""
     found: dict[int, Kind] = {}
     for subscription in engine.bus.signal(event).subscriptions(id(engine)):

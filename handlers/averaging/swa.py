@@ -57,6 +57,9 @@ class SWA(Averaging):
     2.5
     """
 
+    after_epoch: int | None
+    after_update: int | None
+
     def __init__(
         self,
         *,
@@ -119,8 +122,8 @@ class SWA(Averaging):
 
     def _has_begun(self, engine: Engine) -> bool:
         if self.after_epoch is not None:
-            return bool(engine.state.epoch > self.after_epoch)
-        return bool(engine.state.update > self.after_update)
+            return engine.state.epoch > self.after_epoch
+        return self.after_update is not None and engine.state.update > self.after_update
 
     def _check_model(self, engine: Engine, model: nn.Module) -> None:
         if _batch_norms(model):

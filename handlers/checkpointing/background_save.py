@@ -11,6 +11,7 @@ from typing import Any
 
 from pulsetrain.engine import CheckpointSaved, Events, HandlerFailed
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
+from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.logs import get_logger
 
 __all__ = ["BackgroundSave"]
@@ -35,7 +36,7 @@ class BackgroundSave:
         self._preparing: threading.Thread | None = None
         self._cleaning: threading.Thread | None = None
         self._cleaning_error: BaseException | None = None
-        self._fire: Callable[[Events, object], object] = lambda event, payload: None
+        self._fire: Callable[[EventType, object], object] = lambda event, payload: None
         self._iteration = -1  # of the save in progress
         self._saved: CheckpointSaved | None = None
         self._error: BaseException | None = None
@@ -63,7 +64,7 @@ class BackgroundSave:
         state: Mapping[str, Any],
         iteration: int,
         write: Callable[[dict[str, Any], Callable[[CheckpointSaved], None]], object],
-        fire: Callable[[Events, object], object],
+        fire: Callable[[EventType, object], object],
         undo: Callable[[], None],
         clean: Callable[[CheckpointSaved], None] = lambda saved: None,
     ) -> None:

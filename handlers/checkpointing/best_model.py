@@ -73,6 +73,8 @@ class BestModel(Handler):
     (2, 0.1)
     """
 
+    folder: Path | None
+
     def __init__(
         self,
         metric: str = "val/loss",

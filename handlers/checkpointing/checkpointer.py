@@ -24,7 +24,7 @@ from pulsetrain.engine.distributed.pulse import SharedFlag
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import EventsList
+from pulsetrain.engine.events.names import EventsList, EventType
 from pulsetrain.engine.events.payloads import CheckpointSaved
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import Mode
@@ -84,6 +84,12 @@ class Checkpointer(Handler):
     >>> folder.cleanup()
     """
 
+    keep_best: int
+    metric: str | None
+    name: str
+    at_end: bool
+    saved_at: int
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -109,9 +115,9 @@ class Checkpointer(Handler):
         check_name("Checkpointer", name)
         if form is not None:
             check_form("Checkpointer", form)
-        self.folder = location_of(folder)
+        self.folder: Location = location_of(folder)
         self.every: Every | Literal["auto"] = every or Every(epochs=1)
-        self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
+        self.manager: CheckpointManager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
         self._writer = StateWriter(self.manager)
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.form: Form | None = form
@@ -415,5 +421,5 @@ class Checkpointer(Handler):
         return [self.manager.checkpoint_dir / folder for _, folder in self.best]
 
 
-def _silently(event: Events, payload: object) -> None:
+def _silently(event: EventType, payload: object) -> None:
     """The main process announces a save for all."""

@@ -79,6 +79,10 @@ class HuggingFaceExporter(Handler):
     ['config.json', 'export.json']
     """
 
+    every: Every | None
+    merge: bool
+    metric: str
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -93,10 +97,10 @@ class HuggingFaceExporter(Handler):
         if metric is not None:
             check_judged("HuggingFaceExporter", metric, mode)
         check_mode("HuggingFaceExporter", mode)
-        self.folder = local_folder("HuggingFaceExporter", folder)
+        self.folder: Path = local_folder("HuggingFaceExporter", folder)
         self.every, self.merge, self.metric = every, merge, metric or ""
         self.mode: Mode | None = mode
-        self.tokenizer = _tokenizer(tokenizer)
+        self.tokenizer: Any = _tokenizer(tokenizer)
         self.best_value: float | None = None
         self.best_iteration: int | None = None
         self._exported_at: int | None = None  # the iteration of "last"

@@ -22,6 +22,10 @@ class Ranking:
         keep: how many.
     """
 
+    metric: str
+    keep: int
+    reported_rollout: int
+
     def __init__(self, metric: str, mode: Mode | None, keep: int) -> None:
         self.metric, self.keep = metric, keep
         self.mode: Mode | None = mode

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from pulsetrain.engine import CheckpointSaved, Events, State
+from pulsetrain.engine import CheckpointSaved, State
 from pulsetrain.engine.checkpoint import CheckpointManager, Form, Location
 from pulsetrain.engine.checkpoint.disk import sync
 from pulsetrain.engine.distributed.collectives import ControlGroup
@@ -18,6 +18,7 @@ from pulsetrain.engine.distributed.joining import busy
 from pulsetrain.engine.distributed.ranks import is_pipelined
 from pulsetrain.engine.distributed.saved_shards import in_pieces
 from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.checkpointing.saved_layers import of_all_layers
@@ -35,7 +36,7 @@ class SavedEngine(Protocol):
 
     state: State
 
-    def fire(self, event: Events, payload: object = None) -> None:
+    def fire(self, event: EventType, payload: object = None) -> None:
         """Fire the event."""
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -61,6 +62,8 @@ class StateWriter:
         manager: of the folder.
         control: of processes of which each has a part of the model; None where one process saves for all.
     """
+
+    control: ControlGroup | None
 
     def __init__(self, manager: CheckpointManager, control: ControlGroup | None = None) -> None:
         self.control, self._manager = control, manager

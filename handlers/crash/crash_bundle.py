@@ -89,6 +89,10 @@ class CrashBundle(Handler):
     >>> folder.cleanup()
     """
 
+    events: int
+    faults: tuple[str | Events, ...]
+    at_most: int
+
     def __init__(
         self,
         folder: str | Path,
@@ -107,7 +111,7 @@ class CrashBundle(Handler):
         for each in faults:
             if each not in known and each not in FAULTS:
                 raise unknown_name("CrashBundle", "faults", each, known)
-        self.folder = local_folder("CrashBundle", folder)
+        self.folder: Path = local_folder("CrashBundle", folder)
         self.events, self.faults, self.at_most = events, tuple(faults), at_most
         self.bundles: list[Path] = []  # written by this process
         self._kept: deque[KeptEvent] = deque(maxlen=events)
@@ -141,9 +145,9 @@ class CrashBundle(Handler):
                     if event not in _NOT_KEPT:
                         subscribe(event, self._keep, on_error="warn")
             subscribe(Events.STARTED, self._on_started, on_error="warn")
-            for event in FAULTS:
-                if event in self.faults or event.value in self.faults:
-                    subscribe(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
+            for fault in FAULTS:
+                if fault in self.faults or fault.value in self.faults:
+                    subscribe(fault, self._on_fault, phase=Phase.PERSIST, on_error="warn")
         return self
 
     def detach(self) -> None:

@@ -58,6 +58,9 @@ class HangWatchdog(Handler):
     >>> folder.cleanup()
     """
 
+    seconds: float
+    clock: Callable[[], float]
+
     def __init__(
         self,
         folder: str | Path,
@@ -68,7 +71,7 @@ class HangWatchdog(Handler):
     ) -> None:
         check_positive("HangWatchdog", "seconds", seconds, below=threading.TIMEOUT_MAX)
         check_choice("HangWatchdog", "policy", policy, ("report", "stop", "exit"))
-        self.folder = local_folder("HangWatchdog", folder)
+        self.folder: Path = local_folder("HangWatchdog", folder)
         self.seconds, self.policy, self.clock = seconds, policy, clock
         self.reports: list[Path] = []
         self._under_way: set[str] = set()  # names of engines between STARTED and their end

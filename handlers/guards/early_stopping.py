@@ -45,6 +45,9 @@ class EarlyStopping(Handler):
     0.8
     """
 
+    counter: int
+    is_best: bool
+
     def __init__(
         self,
         metric: str = "val/loss",

@@ -53,8 +53,8 @@ class TimeLimit(Handler):
         of: Literal["run", "process"] = "run",
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.seconds = _duration("seconds", seconds)
-        self.margin = _duration("margin", margin)
+        self.seconds: float = _duration("seconds", seconds)
+        self.margin: float = _duration("margin", margin)
         if not self.seconds > 0.0:
             raise ConfigurationError("needs a positive time", "TimeLimit", seconds=seconds)
         if self.margin >= self.seconds:
@@ -132,6 +132,9 @@ class StepLimit(Handler):
     >>> engine.run([0] * 100).iteration
     3
     """
+
+    iterations: int | None
+    updates: int | None
 
     def __init__(self, iterations: int | None = None, updates: int | None = None) -> None:
         self.iterations, self.updates = iterations, updates

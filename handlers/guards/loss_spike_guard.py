@@ -90,7 +90,7 @@ class LossSpikeGuard(Guard):
         self.window = window
         self.patience = patience
         self.margin = margin
-        self.metric = metric.removeprefix("train/")
+        self.metric: str = metric.removeprefix("train/")
         self.spikes = 0
         self._losses: deque[float] = deque(maxlen=window)
         self._in_a_row: list[float] = []  # the newest `patience` spikes since the last ordinary loss

@@ -116,6 +116,8 @@ class LRFinder(Handler):
     (0.0001, 1.0)
     """
 
+    folder: Path | None
+
     def __init__(
         self,
         start_lr: float = 1e-7,

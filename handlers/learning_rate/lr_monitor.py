@@ -43,8 +43,11 @@ class LRMonitor(Handler):
     [(2, {'learning_rate': 0.5}), (4, {'learning_rate': 0.5})]
     """
 
+    momentum: bool
+    weight_decay: bool
+
     def __init__(self, every: Every | None = None, *, momentum: bool = False, weight_decay: bool = False) -> None:
-        self.every = Every(iterations=50) if every is None else every
+        self.every: Every = Every(iterations=50) if every is None else every
         check_every("LRMonitor", self.every)
         self.momentum, self.weight_decay = momentum, weight_decay
         self._last_read = -1  # iteration at which it published last

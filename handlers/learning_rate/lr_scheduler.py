@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pulsetrain.engine import ArgumentTypeError, CheckpointError, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.errors import refused, unknown_name
+from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.engine.schedules import Schedule
@@ -23,7 +24,7 @@ from pulsetrain.handlers.attachment.attachment import Handler
 
 __all__ = ["LRScheduler"]
 
-_COUNTED = {
+_COUNTED: dict[str, EventType] = {
     "update": Events.OPTIMIZER_STEP_COMPLETED,
     "epoch": Events.EPOCH_COMPLETED,
     "iteration": Events.ITERATION_COMPLETED,
@@ -53,6 +54,9 @@ class LRScheduler(Handler):
     >>> [scheduler.get_last_lr(), scheduler.step(), scheduler.step()]
     [1.0, 0.75, 0.5]
     """
+
+    factor: float
+    optimizer: str | None
 
     def __init__(
         self,

@@ -64,6 +64,13 @@ class ReduceLROnPlateau(Handler):
     ([False, False, True], 0.5)
     """
 
+    metric: str
+    factor: float
+    patience: int
+    threshold: float
+    cooldown: int
+    min_lr: float
+
     def __init__(
         self,
         metric: str = "val/loss",

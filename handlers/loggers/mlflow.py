@@ -49,6 +49,8 @@ class MLflowLogger(ServiceLogger):
     ('first', None)
     """
 
+    folder: Path | None
+
     takes_histograms = False
 
     def __init__(

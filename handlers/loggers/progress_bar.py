@@ -12,8 +12,10 @@ from tqdm import tqdm
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, OnError, State
 from pulsetrain.engine.events.filters import EventFilter
+from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import attribute
+from pulsetrain.handlers.loggers.notebook_bar import NotebookBar
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["ProgressBar"]
@@ -59,8 +61,9 @@ class _Looks(EventFilter):
 class ProgressBar(Handler):
     """A tqdm bar over the iterations of a run, with loss, learning rate, tokens/s, validation losses and returns.
 
-    The values come from METRICS_LOGGED, validations and rollouts. If the stream is not a terminal, a plain line is
-    written every `interval` seconds instead, so that log files have no carriage returns.
+    The values come from METRICS_LOGGED, validations and rollouts. In a notebook, the bar is below the cell. Otherwise,
+    if the stream is not a terminal, a plain line is written every `interval` seconds, so that log files have no
+    carriage returns.
 
     Args:
         stream: by default stderr, as it is when the run starts.
@@ -92,7 +95,7 @@ class ProgressBar(Handler):
         self._stream: TextIO = sys.stderr
         self._clock = clock
         self._on_error = on_error
-        self._bar: _Bar | None = None
+        self._bar: _Bar | NotebookBar | None = None
         self._state: State | None = None  # of the run that is shown
         self._due = inf  # when the bar is drawn, or the next plain line is written
         self._looks = _Looks()
@@ -124,7 +127,10 @@ class ProgressBar(Handler):
         if stream is None:  # closed by the caller, as with 2>&-
             return
         self._state, self._stream = engine.state, stream
-        if self._stream.isatty():
+        if self._given_stream is None and notebook_shell() is not None:
+            self._bar = NotebookBar(_total_iterations(engine), engine.state.iteration, self._clock)
+            self._due = self._clock()
+        elif self._stream.isatty():
             self._bar = _Bar(
                 total=_total_iterations(engine),
                 initial=engine.state.iteration,

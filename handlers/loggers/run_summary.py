@@ -12,6 +12,7 @@ from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.durations import duration
 from pulsetrain.engine.events.subscription import FIRST, LAST
 from pulsetrain.engine.metrics import infer_mode
+from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optimizers import describe_optimizer
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.best_value import is_better
@@ -28,7 +29,7 @@ class RunSummary(Handler):
     run took, why it ended, the metrics with their best values, where the best checkpoint is, and what can be done next.
 
     Args:
-        stream: by default stderr, as it is when the run starts.
+        stream: by default stderr, as it is when the run starts; in a notebook, which marks stderr as errors, stdout.
         ending: whether to name the run folder, and to write lines at the end; `pulsetrain train` does so itself.
         on_error: "raise" ends the run when the stream cannot be written, "warn" continues.
 
@@ -88,7 +89,8 @@ class RunSummary(Handler):
         yield from _next_steps(engine)
 
     def _write(self, lines: Iterable[str]) -> None:
-        stream = self._given_stream if self._given_stream is not None else sys.stderr
+        usual = sys.stderr if notebook_shell() is None else sys.stdout
+        stream = self._given_stream if self._given_stream is not None else usual
         if stream is None:  # closed by the caller, as with 2>&-
             return
         # not by tqdm.external_write_mode: a process that is killed in it leaves its lock taken for all that fork later

@@ -45,6 +45,8 @@ class Sender(Generic[Entry]):
     (0, ['first', 'second'])
     """
 
+    reported: bool
+
     def __init__(
         self,
         place: str,

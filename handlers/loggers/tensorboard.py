@@ -52,8 +52,8 @@ class TensorBoardLogger(MetricLogger):
         on_error: OnError = "warn",
     ) -> None:
         super().__init__(every, hyperparameters=hyperparameters, clock=clock, on_error=on_error)
-        self.folder = local_folder("TensorBoardLogger", folder)
-        self.path = self.folder / "tensorboard"
+        self.folder: Path = local_folder("TensorBoardLogger", folder)
+        self.path: Path = self.folder / "tensorboard"
         self.flush_seconds = flush_seconds
         self._module = load_optional(self._place, "torch.utils.tensorboard", "tensorboard")
         self._writer: Any = None

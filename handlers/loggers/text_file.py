@@ -50,8 +50,8 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         on_error: OnError = "warn",
     ) -> None:
         super().__init__(every, clock=clock, on_error=on_error)
-        self.folder = local_folder(type(self).__name__, folder)
-        self.path = self.folder / self.file_name
+        self.folder: Path = local_folder(type(self).__name__, folder)
+        self.path: Path = self.folder / self.file_name
         self._written = 0  # lines in the file
         self._adopted = False  # whether those that were there at first are counted
         self._waiting: deque[Line] = deque()  # to be written, in order; beyond 10,000 the oldest are lost

@@ -60,7 +60,7 @@ class WandbLogger(ServiceLogger):
         if mode not in (None, "online", "offline"):
             raise unknown_name("WandbLogger", "mode", mode, ("online", "offline"))
         self.project = project
-        self.folder = local_folder("WandbLogger", folder)
+        self.folder: Path = local_folder("WandbLogger", folder)
         self.mode = mode
         self.run_name = run_name
         self._wandb = load_optional("WandbLogger", "wandb", "wandb")

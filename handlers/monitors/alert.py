@@ -64,6 +64,8 @@ class Alert(Handler):
     >>> state = engine.run([1])  # waits at its end until the command is done
     """
 
+    webhook: str | None
+
     def __init__(
         self,
         command: Sequence[str] | None = None,
@@ -89,7 +91,7 @@ class Alert(Handler):
             raise ArgumentTypeError("needs several, such as (Events.COMPLETED,)", "Alert", events=events)
         check_positive("Alert", "timeout", timeout)
         self.command = None if command is None else list(command)
-        self.events = tuple(events)
+        self.events: tuple[AnyEvent, ...] = tuple(events)
         if not self.events:
             raise refused(self, "needs at least one event", "events")
         self.timeout = timeout

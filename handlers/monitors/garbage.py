@@ -39,7 +39,7 @@ class Garbage(Handler):
     """
 
     def __init__(self, every: Every | None = None, generation: int = 2) -> None:
-        self.every = Every(epochs=1) if every is None else every
+        self.every: Every = Every(epochs=1) if every is None else every
         check_every("Garbage", self.every, "Every(iterations=1000)")
         if not is_whole(generation) or not 0 <= generation <= 2:
             raise ConfigurationError("needs 0, 1 or 2", "Garbage", generation=generation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from itertools import chain, islice
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import attribute, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish, publish_media
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 __all__ = ["GradientMonitor"]
 
@@ -64,6 +67,14 @@ class GradientMonitor(Handler):
     grad_norm/weight
     train/loss learning_rate grad_norm samples_per_second
     """
+
+    every: Every
+    histograms: bool
+    bins: int
+    norm_type: float | int
+    updates: bool
+    top: int | None
+    model: Module | None
 
     def __init__(
         self,

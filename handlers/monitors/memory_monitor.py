@@ -55,6 +55,11 @@ class MemoryMonitor(Handler):
     {'memory/host_rss_bytes': 1024.0}
     """
 
+    every: Every
+    leak_after: int
+    growth: float
+    read: Callable[[], Mapping[str, float]] | None
+
     def __init__(
         self,
         every: Every | None = None,

@@ -49,6 +49,12 @@ class Profiler(Handler):
     ['trace-2.json']
     """
 
+    start: int
+    iterations: int
+    warmup: int
+    memory: bool
+    stacks: bool
+
     def __init__(
         self,
         folder: str | Path,
@@ -67,7 +73,7 @@ class Profiler(Handler):
         if warmup >= start:
             rule = f"the warm-up would start before the run; use start={warmup + 1} or more"
             raise ConfigurationError(rule, "Profiler", start=start, warmup=warmup)
-        self.folder = local_folder("Profiler", folder)
+        self.folder: Path = local_folder("Profiler", folder)
         self.start, self.iterations, self.warmup = start, iterations, warmup
         self.memory, self.stacks = memory, stacks
         self._begun_at: int | None = None  # iterations done when the run started; None if nothing is left to profile

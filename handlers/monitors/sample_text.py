@@ -64,6 +64,15 @@ class SampleText(Handler):
     ['ababab']
     """
 
+    folder: Path | None
+    every: Every | None
+    length: int
+    temperature: float
+    seed: int
+    generate: Callable[..., object] | None
+    encode: Callable[[str], object] | None
+    decode: Callable[..., str] | None
+
     def __init__(
         self,
         prompts: str | Sequence[str],
@@ -77,7 +86,7 @@ class SampleText(Handler):
         encode: Callable[[str], object] | None = None,
         decode: Callable[..., str] | None = None,
     ) -> None:
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self.prompts: list[str] = [prompts] if isinstance(prompts, str) else list(prompts)
         if not self.prompts or not all(isinstance(prompt, str) and prompt for prompt in self.prompts):
             raise ConfigurationError("needs a text, or several, none of them empty", "SampleText", prompts=prompts)
         check_every("SampleText", every, "Every(epochs=1)", or_none=True)

@@ -58,6 +58,11 @@ class Throughput(Handler):
     throughput/iterations_per_second throughput/step_seconds throughput/data_share
     """
 
+    every: Every
+    flops_per_sample: float | None
+    peak_flops: float | None
+    clock: Callable[[], float]
+
     def __init__(
         self,
         every: Every | None = None,

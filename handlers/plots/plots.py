@@ -76,9 +76,9 @@ class Plots(Handler):
             raise ConfigurationError("needs a list of formats, such as ['png', 'svg']", "Plots", formats=formats)
         for each in formats:
             check_choice("Plots", "formats", each, figures.FORMATS)
-        self.folder = local_folder("Plots", folder)
+        self.folder: Path = local_folder("Plots", folder)
         self.every = every
-        self.formats = tuple(formats)
+        self.formats: tuple[str, ...] = tuple(formats)
         self._clock = clock
         self._on_error = on_error
         self._runs: dict[str, RunCurves] = {}  # by engine; "" if attached to one engine

@@ -29,6 +29,8 @@ class Continuation:
         is_shared: whether several processes train together.
     """
 
+    begins_again: bool
+
     def __init__(self, log: LogSession, rank: int, *, is_shared: bool) -> None:
         self._log, self._rank, self._is_shared = log, rank, is_shared
         self.reports = True  # False: what loads the checkpoint compares and reports itself, as `verify` does

@@ -21,7 +21,7 @@ from pulsetrain.engine import (
 )
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
 from pulsetrain.engine.distributed.ranks import ranks
-from pulsetrain.engine.events.names import identify
+from pulsetrain.engine.events.names import EventType, identify
 from pulsetrain.engine.recording import EventCheck, EventLog
 from pulsetrain.engine.recording.log.places import ATTEMPT, count_after_end
 from pulsetrain.engine.recording.log.stall import StallWatch
@@ -87,6 +87,11 @@ class EventRecorder(Handler):
     >>> folder.cleanup()
     """
 
+    include_batches: bool
+    grad_norm: bool | None
+    rank: int
+    max_bytes: int | None
+
     def __init__(
         self,
         folder: str | Path,
@@ -113,7 +118,7 @@ class EventRecorder(Handler):
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
         self._log = LogSession(local_folder("EventRecorder", folder) / "events", rank, max_bytes, on_error)
-        self.continuation = Continuation(self._log, rank, is_shared=self._is_shared)
+        self.continuation: Continuation = Continuation(self._log, rank, is_shared=self._is_shared)
         self._known: set[str] = set()  # keys of the events subscribed to
         self._in_epoch: set[str] = set()  # names of engines
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted
@@ -230,7 +235,7 @@ class EventRecorder(Handler):
         if event in MEASURED or event in FINAL:
             usual = self._on_opened
             self._attachment.subscribe(event, self._on_closed, phase=Phase.PERSIST, order=LAST)
-        special: dict[EventEnum, Callable[[Engine, Event], None]] = {
+        special: dict[EventType, Callable[[Engine, Event], None]] = {
             Events.EXCEPTION_RAISED: self._on_exception,
             Events.ITERATION_COMPLETED: self._on_iteration,
             Events.CHECKPOINT_LOADED: self._on_loaded,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import ModuleType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from pulsetrain.engine.distributed.shards import local
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 __all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "digest_of", "fingerprint_of"]
 
@@ -84,6 +88,10 @@ class Fingerprints(Handler):
     (True, False)
     """
 
+    batches: bool
+    model: Module | None
+    optimizer: Optimizer | None
+
     def __init__(
         self,
         every: Every | None = None,
@@ -94,7 +102,7 @@ class Fingerprints(Handler):
     ) -> None:
         if every is not None:
             check_every("Fingerprints", every, "Every(updates=100)")
-        self.every = Every(updates=100) if every is None else every
+        self.every: Every = Every(updates=100) if every is None else every
         self.batches, self.model, self.optimizer = batches, model, optimizer
 
     def attach(self, engine: Engine) -> Self:

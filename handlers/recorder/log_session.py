@@ -41,11 +41,13 @@ class LogSession:
 
     bus: EventBus
     """Whose events are recorded; the recorder sets it."""
+    folder: Path
+    rank: int
 
     def __init__(self, folder: Path, rank: int, max_bytes: int | None, on_error: OnError) -> None:
         self.folder, self.rank = folder, rank
         self.writer: LogWriter | None = None
-        self.values = EventValues()
+        self.values: EventValues = EventValues()
         self.check: EventCheck | None = None  # compares what is written with what is expected
         self._max_bytes, self._on_error = max_bytes, on_error
         self._plain_types = PlainTypes()

@@ -125,6 +125,8 @@ class FolderUse:
         leave: called in a forked process, which must not write.
     """
 
+    leave: Callable[[], object]
+
     def __init__(
         self,
         place: str,

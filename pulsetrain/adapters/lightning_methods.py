@@ -20,6 +20,8 @@ __all__ = ["ModuleMethods", "OptimizerView", "put_methods_into"]
 class OptimizerView:
     """An optimizer as manual optimization finds it: torch's, with `optimizer` and `toggle_model`."""
 
+    optimizer: Optimizer
+
     def __init__(self, optimizer: Optimizer, methods: ModuleMethods) -> None:
         self.optimizer, self._methods = optimizer, methods
 

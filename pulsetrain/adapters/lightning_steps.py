@@ -27,6 +27,11 @@ __all__ = ["ModuleHooks", "ModuleStrategy", "StepCall", "redirect_forward"]
 class StepCall:
     """What a module is called with where a step of it is meant, and not its forward pass."""
 
+    hooks: ModuleHooks
+    batch: Any
+    number: int
+    stage: str
+
     def __init__(self, hooks: ModuleHooks, batch: Any, number: int, stage: str) -> None:
         self.hooks, self.batch, self.number, self.stage = hooks, batch, number, stage
 
@@ -98,10 +103,13 @@ class ModuleHooks(Handler):
         manual: whether the module makes its optimizers' steps itself, and steps the schedulers.
     """
 
+    view: ModuleView
+    manual: bool
+
     def __init__(self, module: Any, view: ModuleView, *, manual: bool) -> None:
         self._module, self.view, self.manual = module, view, manual
         self.schedulers: list[ModuleScheduler] = []
-        self.log = ModuleLog(self._report)
+        self.log: ModuleLog = ModuleLog(self._report)
         self._run: Any = None
         self._set_batches, self._kind = 0, "validation"  # of the evaluation: batches so far, "validation" or "test"
         self.losses: list[Tensor] = []  # that the current batch has differentiated by hand

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, and starts them again if one is killed."""
+"""Starts the processes of a run on this machine, and starts them again if one is killed; or one node's of several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pulsetrain.cli.reports import FAILED
@@ -18,6 +18,9 @@ from pulsetrain.engine.errors import ConfigurationError
 __all__ = ["Launch", "launch", "launch_once", "started_with"]
 
 _RESTARTS = 3  # without a new checkpoint in between
+_NAMES = ("nproc", "min_nproc")
+_OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port")
+_MEETING = 3600  # seconds in which all nodes of a run have to start
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"  # the last two are Slurm's warnings, by --signal
 _OPTIONS = "PULSETRAIN_LAUNCH"  # the environment variable in which the processes find how they were started
 
@@ -29,22 +32,34 @@ class Launch:
     Args:
         nproc: processes on this machine, which share out each batch.
         min_nproc: the least to restart with if processes keep failing before the next checkpoint; by default `nproc`.
+        nnodes: machines of the run; a run on several needs, on each, this setting and the next three.
+        node_rank: which of the machines this is, counted from 0.
+        master_addr: the host of machine 0.
+        master_port: a free port of machine 0.
 
     >>> Launch.of({"training.seed": "1"}) is None, Launch.of({"launch.nproc": "2"})
-    (True, Launch(nproc=2, min_nproc=2))
+    (True, Launch(nproc=2, min_nproc=2, nnodes=1, node_rank=0, master_addr='127.0.0.1', master_port=0))
     """
 
     nproc: int
     min_nproc: int
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
 
     @property
     def options(self) -> list[str]:
-        """The words of a command line that say this."""
-        return [f"--launch.nproc={self.nproc}", f"--launch.min_nproc={self.min_nproc}"]
+        """The words of a command line that say this; none of a run on several machines, where each has its own."""
+        return [f"--launch.nproc={self.nproc}", f"--launch.min_nproc={self.min_nproc}"] if self.nnodes == 1 else []
 
     @classmethod
-    def of(cls, settings: Mapping[str, str]) -> Launch | None:
-        """What `--launch.nproc` and `--launch.min_nproc` say; None without them.
+    def of(cls, settings: Mapping[str, str], *, several_nodes: bool = False) -> Launch | None:
+        """What the options `--launch.*` say; None without them.
+
+        Args:
+            settings: those of the command line.
+            several_nodes: whether the command can run on several machines.
 
         Raises:
             ConfigurationError: another name, or not a number of processes.
@@ -52,18 +67,45 @@ class Launch:
         given = {name.removeprefix("launch."): text for name, text in settings.items() if name.startswith("launch.")}
         if not given:
             return None
-        names = [each.name for each in fields(cls)]
-        for name, text in given.items():
+        names = (*_NAMES, *_OF_NODES) if several_nodes else _NAMES
+        for name in given:
             if name not in names:
                 raise ConfigurationError(f"--launch.{name}: no such option; there are {', '.join(names)}")
+        nodes = _nodes(given)
+        for name, text in given.items():
             if not text.isdecimal() or not int(text):
                 raise ConfigurationError(f"--launch.{name}={text}: needs a number of processes, at least 1")
         if "nproc" not in given:
-            raise ConfigurationError("--launch.min_nproc: needs --launch.nproc, the number of processes to start with")
-        found = cls(int(given["nproc"]), int(given.get("min_nproc", given["nproc"])))
+            name = "min_nproc" if "min_nproc" in given else "nnodes"
+            raise ConfigurationError(f"--launch.{name}: needs --launch.nproc, the number of processes to start with")
+        found = cls(int(given["nproc"]), int(given.get("min_nproc", given["nproc"])), **nodes)
+        if nodes and found.min_nproc < found.nproc:
+            raise ConfigurationError(
+                f"--launch.min_nproc={found.min_nproc}: is for one machine, not for {found.nnodes} nodes; leave it out"
+            )
         if found.min_nproc > found.nproc:
             raise ConfigurationError(f"--launch.min_nproc={found.min_nproc}: is more than --launch.nproc={found.nproc}")
         return found
+
+
+def _nodes(given: dict[str, str]) -> dict[str, Any]:
+    """The fields about nodes; what was given about them is taken out."""
+    taken = {name: given.pop(name) for name in _OF_NODES if name in given}
+    if not taken:
+        return {}
+    for name in _OF_NODES:
+        if name not in taken:
+            raise ConfigurationError(
+                f"--launch.{name}: is missing; a run on several nodes needs, on each of them, {', '.join(_OF_NODES)}"
+            )
+        least = {"node_rank": 0, "nnodes": 2}.get(name, 1)
+        if name != "master_addr" and (not taken[name].isdecimal() or int(taken[name]) < least):
+            raise ConfigurationError(f"--launch.{name}={taken[name]}: needs a whole number of at least {least}")
+    count, rank = int(taken["nnodes"]), int(taken["node_rank"])
+    if rank >= count:
+        raise ConfigurationError(f"--launch.node_rank={rank}: nodes are counted from 0, and there are {count}")
+    address, port = taken["master_addr"], int(taken["master_port"])
+    return {"nnodes": count, "node_rank": rank, "master_addr": address, "master_port": port}
 
 
 def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) -> int:
@@ -71,7 +113,7 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
 
     If a process is killed, or ends since it waited for one that hangs, all are started again from the newest
     checkpoint: first as many as before; if they fail again before the next checkpoint, one fewer, down to the least
-    number. An error of the run is not tried again.
+    number. An error of the run is not tried again, nor is one of several nodes, whose others would not follow.
 
     Args:
         how: how many.
@@ -89,7 +131,10 @@ def launch(how: Launch, words: Sequence[str], progress: Callable[[], object]) ->
         elif failed:
             resumed += ["--resume", "latest"]
         ended = _start(count, ["train", *resumed], how)
-        if ended.rank is None or (ended.status > 0 and ended.status != Warden.STATUS):
+        if how.nnodes > 1 and ended.status < 0:
+            print(f"pulsetrain: rank {ended.rank} was ended by signal {-ended.status}", file=sys.stderr)
+            return 128 - ended.status
+        if how.nnodes > 1 or ended.rank is None or (ended.status > 0 and ended.status != Warden.STATUS):
             return ended.status
         now = progress()
         failed, before = (1 if now != before else failed + 1), now
@@ -143,9 +188,13 @@ def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
     # earlier versions of torch forward the first four alone
     forwarded: Any = {"signals_to_handle": _FORWARDED} if hasattr(LaunchConfig, "signals_to_handle") else {}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    meeting: dict[str, Any] = {"rdzv_backend": "c10d", "run_id": uuid.uuid4().hex}
+    if how.nnodes > 1:
+        place = {"rank": how.node_rank, "timeout": _MEETING}
+        meeting = {"rdzv_backend": "static", "rdzv_configs": place, "run_id": "pulsetrain"}
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, start_method="spawn", **forwarded,
+        min_nodes=how.nnodes, max_nodes=how.nnodes, nproc_per_node=count, max_restarts=0, monitor_interval=0.1,
+        rdzv_endpoint=f"{how.master_addr}:{how.master_port}", start_method="spawn", **meeting, **forwarded,
     )  # fmt: skip
     before = os.environ.get(_OPTIONS)
     os.environ[_OPTIONS] = " ".join(how.options)

@@ -31,7 +31,7 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Assemble the run, train it, and print where the results are; or start the processes that do."""
-    how = Launch.of(arguments.settings)
+    how = Launch.of(arguments.settings, several_nodes=True)
     if how is None:
         return _run(arguments)
     words = [str(arguments.config), *(f"--{name}={text}" for name, text in _without_launch(arguments.settings).items())]

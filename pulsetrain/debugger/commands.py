@@ -34,6 +34,8 @@ class Commands:
         extra: more commands by name; they override built-in ones.
     """
 
+    ended: bool
+
     def __init__(self, target: Debugger | LiveDebugger, extra: Mapping[str, Command] | None = None) -> None:
         self.target = target
         self.ended = False

@@ -14,7 +14,7 @@ from pulsetrain.debugger.command import Command
 from pulsetrain.debugger.stepping import SteppingDebugger
 from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.checkpoint import Location
-from pulsetrain.engine.events.names import identify
+from pulsetrain.engine.events.names import EventType, identify
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
@@ -259,7 +259,7 @@ class LiveDebugger(SteppingDebugger):
     def commands(self) -> dict[str, Command]:
         """The commands that only a live run has."""
 
-        def to(event: Events) -> Callable[[str], Iterator[str]]:
+        def to(event: EventType) -> Callable[[str], Iterator[str]]:
             def run(rest: str) -> Iterator[str]:
                 self.next_to(event.value)
                 yield self.here

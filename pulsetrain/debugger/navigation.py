@@ -27,7 +27,7 @@ class Navigator:
         self._log, self._engine = log, engine
         self._source = Source(log)
         self._headers, self._superseded = log.headers, log.superseded
-        self.past = Past(self._source)
+        self.past: Past = Past(self._source)
 
     @property
     def first_seq(self) -> int | None:

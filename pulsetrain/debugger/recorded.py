@@ -60,10 +60,10 @@ class Debugger(SteppingDebugger):
 
     def __init__(self, run: str | Path | EventLog, *, engine: str | None = None, rank: int = 0) -> None:
         super().__init__()
-        self.replay = Replay(run, engine=engine, rank=rank)
-        self.log = self.replay.log
-        self.engine = self.replay.name
-        self.folder = self.log.run_folder
+        self.replay: Replay = Replay(run, engine=engine, rank=rank)
+        self.log: EventLog = self.replay.log
+        self.engine: str = self.replay.name
+        self.folder: Path = self.log.run_folder
         self._navigator = Navigator(self.log, self.engine)
         self._at = BEFORE_FIRST  # seq of the current event
         self.faults: list[Fault] = find_faults(

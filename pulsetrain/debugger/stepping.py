@@ -17,7 +17,7 @@ class SteppingDebugger(ABC):
     """Is at an event of a run, and moves to others. Its errors are PulsetrainErrors."""
 
     def __init__(self) -> None:
-        self.breaks = Breaks()
+        self.breaks: Breaks = Breaks()
         self.watches: list[str] = []
         self.hit: Break | None = None  # at which the last continue_() or reverse_continue() stopped
 

@@ -37,13 +37,16 @@ class RunCurves:
         engine: the name of the training engine; the metrics of other engines get its name.
     """
 
+    iteration: int
+    epoch: int
+
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.curves: dict[str, Curve] = {}
         self.validated: dict[str, None] = {}  # names of validation metrics, in order
         self.rolled_out: dict[str, None] = {}  # names of rollout metrics
         self.texts: dict[str, tuple[int, str]] = {}  # the latest text of each name, and its iteration
-        self.marks = {row: Marks() for row in ROWS}
+        self.marks: dict[str, Marks] = {row: Marks() for row in ROWS}
         self.iteration = self.epoch = 0
         self.first_iteration: int | None = None
         self.times: tuple[int, int] | None = None  # ns since 1970, of the first event and the last
@@ -52,7 +55,7 @@ class RunCurves:
         self._after_epochs: tuple[dict[str, Curve], dict[str, Curve]] = ({}, {})
         self._streaks: dict[str, Mark] = {}  # curves whose latest values are not finite
         self._groups: list[Curve] = []  # learning rates
-        self.tokens = self.make_curve()  # that were trained until an iteration; empty if the run counts none
+        self.tokens: Curve = self.make_curve()  # that were trained until an iteration; empty if the run counts none
         of_the_engine: dict[str, Callable[[LoggedEvent], None]] = {
             "iteration_completed": self._on_iteration,
             "gradients_ready": self._on_gradients,

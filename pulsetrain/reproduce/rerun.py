@@ -110,6 +110,14 @@ class Rerun:
         CheckpointError: the checkpoint is damaged, or does not fit the trainer.
     """
 
+    trainer: Trainer
+    recorder: EventRecorder
+    check: EventCheck
+    start: int
+    end: int
+    cut_short: bool
+    tensors: TensorCheck | None
+
     def __init__(
         self,
         build: Callable[..., Trainer],

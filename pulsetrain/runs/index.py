@@ -47,6 +47,7 @@ class RunIndex:
             what = "is a file" if root.exists() else "does not exist"
             raise RunFolderError(f"{root}: {what}; name a folder that holds runs")
         self.root = root
+        self.signs: dict[str, str] = {}  # of the files of each run, by path, when they were last looked through
         self._path = root / INDEX if cache and not is_run(root) else None
 
     def summaries(self, *, archives: bool = False) -> list[RunSummary]:
@@ -56,7 +57,7 @@ class RunIndex:
             archives: whether runs that were archived as files are listed, too.
         """
         known = {path: each for path, each in self._known().items() if archives or not path.endswith(SUFFIX)}
-        signs = {path: sign_of(path) for path in self._found(archives)}
+        self.signs = signs = {path: sign_of(path) for path in self._found(archives)}
         fresh = {path for path, sign in signs.items() if path not in known or known[path][0] != sign}
         found = {path: summary for path, (_, summary) in known.items() if path in signs and path not in fresh}
         read = dict(zip(sorted(fresh), _read(sorted(fresh)), strict=True))

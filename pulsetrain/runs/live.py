@@ -78,6 +78,8 @@ class LiveRun:
         RunFolderError: something else is there.
     """
 
+    is_there: bool
+
     def __init__(self, folder: Path, where: Where | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
         self._clock = clock

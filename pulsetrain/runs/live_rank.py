@@ -38,9 +38,12 @@ class LiveRank:
         rank: the rank.
     """
 
+    engine: str
+    curves: RunCurves
+
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
-        self.log = LogFollower(folder, rank, recent=_BLOCKS if rank else None)
+        self.log: LogFollower = LogFollower(folder, rank, recent=_BLOCKS if rank else None)
         self.engine = ""  # the training engine; "" if there was no event
         self._forget()
 

@@ -27,7 +27,7 @@ from pulsetrain.report.facts import compared, read_facts, settings_of
 from pulsetrain.runs.listing import columns_of, value_of
 from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
-from pulsetrain.serve.series import TOKENS, Points, drawn, tokens_at
+from pulsetrain.serve.series import TOKENS, drawn, tokens_at
 from pulsetrain.serve.store import Series, Store, printable
 from pulsetrain.serve.sweeps import sweeps_of
 from pulsetrain.serve.threads import in_thread
@@ -35,7 +35,7 @@ from pulsetrain.serve.whatif import early_stopping, loss_spikes
 
 __all__ = ["routes_of"]
 
-_POINTS = 60_000  # of all runs in one chart together: more than a screen shows, and drawn without delay
+_POINTS = 40_000  # of all runs in one chart together: more than a screen shows, and drawn without delay
 _EVENTS = 200  # on one page
 _SCANNED = 200_000  # events that one request looks at
 _MOST_RUNS = 500  # in one request
@@ -77,13 +77,15 @@ def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             found = await in_thread(answer, request)
+            if isinstance(found, bytes):
+                return Response(found, media_type="application/octet-stream")
+            return Response(_encoded(found), media_type="application/json")
         except asyncio.CancelledError:  # the server ends
             return Response(status_code=503)
         except PulsetrainError as error:
             return Response(_encoded({"error": str(error)}), 400, media_type="application/json")
         except OSError as error:
             return Response(_encoded({"error": f"cannot be read: {error}"}), 404, media_type="application/json")
-        return Response(_encoded(found), media_type="application/json")
 
     return endpoint
 
@@ -94,23 +96,25 @@ class _Api:
 
     def runs(self, request: Request) -> dict[str, Any]:
         """The list, selected by `where`, with the columns that `pulsetrain runs` has."""
-        every = list(self._store.runs.values())
+        listed = self._store.runs  # one reading of it: the next has other summaries of the same runs
+        every = list(listed.values())
         where = request.query_params.get("where") or None
-        chosen = select_runs(every, where)
+        chosen = {id(each) for each in select_runs(every, where)}
         columns = columns_of(every)
-        kept = {id(each) for each in chosen}
-        listed = {str(run.folder.resolve()): name for name, run in self._store.runs.items()}
+        forked = any(run.parent for run in every)
+        names = {str(run.folder.resolve()): name for name, run in listed.items()} if forked else {}
         rows = []
-        for name, run in list(self._store.runs.items()):
-            if id(run) in kept:
+        for name, run in listed.items():
+            if id(run) in chosen:
                 cells = {column: value_of(run, column, self._store.root) for column in columns}
-                parent = run.parent and {**run.parent, "listed": listed.get(str(run.parent["run"]))}
+                parent = run.parent and {**run.parent, "listed": names.get(str(run.parent["run"]))}
                 rows.append({"id": name, **_status(run), "cells": cells, "parent": parent})
         return {"root": str(self._store.root), "columns": columns, "runs": rows, "reading": self._store.reading}
 
     def names(self, request: Request) -> dict[str, Any]:
         """The names of the curves of some runs, and which runs are still being read."""
         names, validated, pending, errors = dict[str, None](), dict[str, None](), list[str](), dict[str, str]()
+        counted = False
         for run, series in self._chosen(request):
             if series is None:
                 pending.append(run)
@@ -119,37 +123,44 @@ class _Api:
             else:
                 names |= dict.fromkeys(series.about.names)
                 validated |= dict.fromkeys([*series.about.validated, *series.about.rolled_out])
-        counting = any(
-            len(points[0])
-            for _, series in self._chosen(request)
-            if series and not isinstance(series, str) and (points := series.points(TOKENS)) is not None
-        )
+                counted = counted or series.about.lengths[-1] > 0
         gone = [run for run in _runs(request) if run not in self._store.runs]
         return {
             "names": list(names), "validated": list(validated), "pending": pending, "errors": errors, "gone": gone,
-            "tokens": counting,
+            "tokens": counted,
         }  # fmt: skip
 
-    def curves(self, request: Request) -> dict[str, Any]:
-        """The points of one curve of some runs, between two places."""
-        name, x = request.query_params.get("name", ""), request.query_params.get("x", "iteration")
+    def curves(self, request: Request) -> bytes:
+        """The points of some curves of some runs between two places, as the page has them in memory."""
+        x = request.query_params.get("x", "iteration")
         if x not in ("iteration", "tokens", "time"):
             raise ConfigurationError(f"x={x!r}: has to be iteration, tokens or time")
         low, high = _number(request, "low"), _number(request, "high")
-        chosen = self._chosen(request)
+        chosen = [(run, each) for run, each in self._chosen(request) if each is not None and not isinstance(each, str)]
         limit = max(200, min(2000, _POINTS // max(len(chosen), 1)))
-        curves = {}
-        for run, series in chosen:
-            points = series.points(name) if series is not None and not isinstance(series, str) else None
-            if points is not None and (places := _places(series, points, x)) is not None:
-                at, values = drawn(places, points[2], low, high, limit)
-                curves[run] = {"x": at.tolist(), "y": values.tolist(), "of": len(points[2])}
-        return {"name": name, "curves": curves, "pending": [run for run, series in chosen if series is None]}
+        charts: dict[str, dict[str, tuple[NDArray[Any], NDArray[Any]]]]
+        charts = {name: {} for name in request.query_params.getlist("name")}
+        uncounted = []
+        for run, each in chosen:
+            series = each.opened()  # dropped with what it has mapped before the next one
+            found = {name: points for name in charts if (points := series.points(name)) is not None}
+            counted = series.points(TOKENS) if x == "tokens" else None
+            if found and x == "tokens" and (counted is None or not len(counted[0])):
+                uncounted.append(run)
+                continue
+            for name, (at, seconds, values) in found.items():
+                places = tokens_at(counted, at) if counted is not None else at if x == "iteration" else seconds
+                charts[name][run] = drawn(places, values, low, high, limit)
+        lines = {name: [(run, len(at)) for run, (at, _) in chart.items()] for name, chart in charts.items()}
+        numbers = [part for chart in charts.values() for line in chart.values() for part in line]
+        head = _encoded({"charts": lines, "uncounted": uncounted})
+        head += b" " * (-len(head) % 8)
+        return b"".join([len(head).to_bytes(8, "little"), head, *(each.tobytes() for each in numbers)])
 
     def marks(self, request: Request) -> dict[str, Any]:
         """What happened when, of some runs."""
         return {
-            run: {"marks": series.about.marks, "first": series.about.first, "last": series.about.last}
+            run: {"marks": series.happened().marks, "first": series.about.first, "last": series.about.last}
             for run, series in self._chosen(request)
             if series is not None and not isinstance(series, str)
         }
@@ -198,12 +209,14 @@ class _Api:
                 answers[run] = {"error": series or "is being read"}
             elif handler == "LossSpikeGuard":
                 numbers = _number(request, "threshold"), _whole(request, "window", 100), _whole(request, "patience", 10)
-                answers[run] = loss_spikes(series, asked.get("metric", "loss"), numbers[0] or 10.0, *numbers[1:])
+                answers[run] = loss_spikes(
+                    series.opened(), asked.get("metric", "loss"), numbers[0] or 10.0, *numbers[1:]
+                )
             else:
                 metric = asked.get("metric", "val/loss")
                 given = asked.get("mode") or read_facts(self._store.run(run).folder).mode_of(metric)
                 patience, least = _whole(request, "patience", 5), _number(request, "min_delta") or 0.0
-                answers[run] = early_stopping(series, metric, patience, least, given)
+                answers[run] = early_stopping(series.opened(), metric, patience, least, given)
         return answers
 
     def media(self, request: Request) -> dict[str, Any]:
@@ -217,7 +230,7 @@ class _Api:
                 kind = "picture" if path.suffix.lower() in _PICTURES else "text"
                 files.append({"path": within.as_posix(), "kind": kind, "size": path.stat().st_size})
         series = self._store.series(name)
-        texts = redacted(dict(series.about.texts)) if series is not None and not isinstance(series, str) else {}
+        texts = redacted(dict(series.happened().texts)) if series is not None and not isinstance(series, str) else {}
         return {"files": files, "texts": texts}
 
     async def file(self, request: Request) -> Response:
@@ -260,13 +273,6 @@ class _Api:
             with suppress(RunFolderError):
                 found.append((run, self._store.series(run)))
         return found
-
-
-def _places(series: Series | str | None, points: Points, x: str) -> NDArray[Any] | None:
-    """Where the points are on the x axis; None for tokens of a run that counts none."""
-    if x == "tokens":
-        return tokens_at(series.points(TOKENS), points[0]) if series and not isinstance(series, str) else None
-    return points[0] if x == "iteration" else points[1]
 
 
 def _runs(request: Request) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import shutil
@@ -11,6 +10,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,12 +23,13 @@ from pulsetrain.engine.recording.log.follower import LogFollower
 from pulsetrain.report.curve import Curve, Floats
 from pulsetrain.report.run_curves import RunCurves
 
-__all__ = ["TOKENS", "Described", "Points", "RunSeries", "StoredSeries", "drawn", "tokens_at"]
+__all__ = ["TOKENS", "Described", "Happened", "Points", "RunSeries", "StoredSeries", "drawn", "tokens_at"]
 
-Points: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+Points: TypeAlias = tuple[Floats, Floats, Floats]
 """Iterations, seconds since the run's first event, and values."""
 
-_VERSION = 3
+_VERSION = 4
+_ABOUT, _HAPPENED, _POINTS = "about.json", "happened.json", "points"
 TOKENS = " tokens"  # under which their number is kept beside the curves, whose names do not begin with a space
 
 
@@ -40,11 +41,17 @@ class Described(msgspec.Struct):
     names: list[str]  # of the curves
     validated: list[str]  # the curves whose values a validation has reported
     rolled_out: list[str]
-    marks: dict[str, list[tuple[int, str, str]]]  # row of the timeline -> iteration, text and kind of each
-    texts: dict[str, tuple[int, str]]
+    lengths: list[int]  # points of each curve, and of TOKENS
     first: int  # iteration
     last: int
     damage: list[str]
+
+
+class Happened(msgspec.Struct):
+    """What a run's log says of single moments: of long runs, much more than the rest besides the points."""
+
+    marks: dict[str, list[tuple[int, str, str]]]  # row of the timeline -> iteration, text and kind of each
+    texts: dict[str, tuple[int, str]]
 
 
 class _Series(Curve):
@@ -56,7 +63,7 @@ class _Series(Curve):
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         super().__init__()
-        self._at, self._seconds, self._all = array("q"), array("d"), array("d")
+        self._at, self._seconds, self._all = array("d"), array("d"), array("d")
         self._now = seconds
 
     def add(self, iteration: int, value: float) -> None:
@@ -66,13 +73,16 @@ class _Series(Curve):
 
     @property
     def last(self) -> tuple[int, float]:
-        return self._at[-1], self._all[-1]
+        return int(self._at[-1]), self._all[-1]
 
     def points(self, limit: int = 0) -> tuple[Floats, Floats]:  # all of them
-        return np.array(self._at, dtype=float), np.array(self._all, dtype=float)
+        return np.array(self._at), np.array(self._all)
 
     def settle(self) -> None:
         """Nothing is pending."""
+
+    def __len__(self) -> int:
+        return len(self._at)
 
     def whole(self) -> Points:
         """All points."""
@@ -124,23 +134,32 @@ class RunSeries(RunCurves):
 
     def points(self, name: str) -> Points | None:
         """The points of a curve; None if the run has no such curve."""
-        curve = self.tokens if name == TOKENS else self.shown().get(name)
-        return curve.whole() if isinstance(curve, _Series) else None
+        curve = self.curves_and_tokens().get(name)
+        return None if curve is None else curve.whole()
+
+    def curves_and_tokens(self) -> dict[str, _Series]:
+        """The curves, and the tokens."""
+        every = {**self.shown(), TOKENS: self.tokens}
+        return {name: curve for name, curve in every.items() if isinstance(curve, _Series)}
 
     def described(self, sign: str = "") -> Described:
-        """All but the points."""
+        """All but the points and the moments."""
         return Described(
             version=_VERSION,
             sign=sign,
             names=list(self.shown()),
             validated=list(self.validated),
             rolled_out=list(self.rolled_out),
-            marks={row: [(mark.iteration, str(mark), mark.kind) for mark in self.marks[row]] for row in self.marks},
-            texts=self.texts,
+            lengths=[len(curve) for curve in self.curves_and_tokens().values()],
             first=self.first_iteration or 0,
             last=self.iteration,
             damage=[str(each) for each in self._log.damage],
         )
+
+    def happened(self) -> Happened:
+        """The moments."""
+        marks = {row: [(mark.iteration, str(mark), mark.kind) for mark in self.marks[row]] for row in self.marks}
+        return Happened(marks, dict(self.texts))
 
 
 @dataclass(frozen=True)
@@ -159,7 +178,7 @@ class StoredSeries:
     def open(cls, folder: Path, sign: str) -> StoredSeries | None:
         """Those that were written for a log with this sign; None if there are none."""
         with suppress(OSError, msgspec.MsgspecError):
-            about = msgspec.json.decode((folder / "about.json").read_bytes(), type=Described)
+            about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=Described)
             if (about.version, about.sign) == (_VERSION, sign):
                 return cls(folder, about)
         return None
@@ -170,60 +189,68 @@ class StoredSeries:
         about = series.described(sign)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as made:
-            for number, name in enumerate([*about.names, TOKENS]):
-                found = series.points(name)
-                assert found is not None
-                at, seconds, values = found
-                small = at.astype(np.int32) if at.max(initial=0) < 2**31 else at
-                for part, numbers in (("at", small), ("seconds", seconds), ("values", values)):
-                    numbers.tofile(Path(made, f"{number}.{part}"))
-            Path(made, "about.json").write_bytes(msgspec.json.encode(about))
+            with Path(made, _POINTS).open("wb") as file:
+                for curve in series.curves_and_tokens().values():
+                    for numbers in curve.whole():
+                        numbers.tofile(file)
+            Path(made, _HAPPENED).write_bytes(msgspec.json.encode(series.happened()))
+            Path(made, _ABOUT).write_bytes(msgspec.json.encode(about))
             shutil.rmtree(folder, ignore_errors=True)
             Path(made).rename(folder)
             Path(made).mkdir()  # for the context, which deletes it
         return cls(folder, about)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether its files are still there: they may be deleted at any time."""
+        return os.path.exists(f"{self.folder}/{_POINTS}")  # as a Path, ten times slower
+
+    def opened(self) -> StoredSeries:
+        """The same, whose file stays open from the first curve that is read until it is dropped."""
+        return StoredSeries(self.folder, self.about)
+
+    @cached_property
+    def _mapped(self) -> mmap.mmap:
+        with open(f"{self.folder}/{_POINTS}", "rb", buffering=0) as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # a tenth of the time of numpy's memmap
+
     def points(self, name: str) -> Points | None:
-        """The points of a curve; None if the run has no such curve, or its files are gone."""
-        if name not in (*self.about.names, TOKENS):
+        """The points of a curve, read where they are looked at; None if the run has none, or its files are gone."""
+        names, lengths = [*self.about.names, TOKENS], self.about.lengths
+        if name not in names:
             return None
-        number = [*self.about.names, TOKENS].index(name)
+        number = names.index(name)
+        if not lengths[number]:
+            return np.empty(0), np.empty(0), np.empty(0)
         try:
-            values, seconds = (_mapped(self.folder / f"{number}.{part}", "=f8") for part in ("values", "seconds"))
-            at = _mapped(self.folder / f"{number}.at", "=i4")
-            if len(at) == 2 * len(values):
-                at = at.view("=i8")
+            begin, count = 3 * 8 * sum(lengths[:number]), lengths[number]
+            at, seconds, values = np.frombuffer(self._mapped, "=f8", 3 * count, begin).reshape(3, count)
         except (OSError, ValueError):
             return None
-        return (at, seconds, values) if len(at) == len(seconds) == len(values) else None
+        return at, seconds, values
+
+    def happened(self) -> Happened:
+        """The moments; none if their file is gone."""
+        with suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode((self.folder / _HAPPENED).read_bytes(), type=Happened)
+        return Happened({}, {})
 
 
-def _mapped(path: Path, kind: str) -> NDArray[Any]:
-    """The numbers of a file, read where they are looked at; a tenth of the time of numpy's own format."""
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return np.empty(0, kind)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), kind)
-
-
-def tokens_at(counted: Points | None, at: NDArray[Any]) -> NDArray[Any] | None:
-    """The tokens that were trained until some iterations, between two counts in proportion; None if none were counted.
+def tokens_at(counted: Points, at: NDArray[Any]) -> Floats:
+    """The tokens that were trained until some iterations, between two counts in proportion.
 
     >>> counts = np.array([10, 20]), np.array([1.0, 2.0]), np.array([1000.0, 3000.0])
     >>> tokens_at(counts, np.array([5, 10, 15])).tolist()
     [500.0, 1000.0, 2000.0]
 
     Args:
-        counted: the counts that the run has recorded.
+        counted: the counts that the run has recorded, at least one.
         at: iterations in ascending order. After the last count, tokens are counted at the last pace.
     """
-    if counted is None or not len(counted[0]):
-        return None
-    steps = np.concatenate([[0.0], np.asarray(counted[0], dtype=float)])
+    steps = np.concatenate([[0.0], counted[0]])
     totals = np.concatenate([[0.0], counted[2]])
     pace = (totals[-1] - totals[-2]) / max(steps[-1] - steps[-2], 1.0)
-    places = np.asarray(at, dtype=float)
-    found: NDArray[Any] = np.interp(places, steps, totals) + pace * np.maximum(places - steps[-1], 0.0)
+    found: Floats = np.interp(at, steps, totals) + pace * np.maximum(at - steps[-1], 0.0)
     return found
 
 
@@ -245,28 +272,26 @@ def drawn(
         high: the last one.
         limit: at least 4.
     """
-    if x.dtype.kind == "i":  # a number of another type would have the whole array converted
-        limits = np.iinfo(x.dtype)
-        low = None if low is None else x.dtype.type(min(max(math.ceil(low), limits.min), limits.max))
-        high = None if high is None else x.dtype.type(min(max(math.floor(high), limits.min), limits.max))
     first = 0 if low is None else max(int(np.searchsorted(x, low)) - 1, 0)
     last = len(x) if high is None else min(int(np.searchsorted(x, high, "right")) + 1, len(x))
     x, values = x[first:last], values[first:last]
     if len(x) <= limit:
-        return np.asarray(x), np.asarray(values)
+        return np.array(x), np.array(values)  # copies: a part of a mapped file would keep it open
     size = -(-len(x) // (limit // 2))
     whole = len(x) // size * size
     rows = np.asarray(values[:whole]).reshape(-1, size)
-    bare = np.isnan(rows).any()
-    low_at = (np.where(np.isnan(rows), np.inf, rows) if bare else rows).argmin(axis=1)
-    high_at = (np.where(np.isnan(rows), -np.inf, rows) if bare else rows).argmax(axis=1)
-    at = np.sort(np.stack([low_at, high_at], axis=1), axis=1) + np.arange(len(rows))[:, None] * size
-    picked = at.ravel()
+    starts = np.arange(0, whole, size)
+    low_at, high_at = rows.argmin(axis=1) + starts, rows.argmax(axis=1) + starts
+    if np.isnan(values[low_at]).any():  # both give the first NaN of an interval
+        bare = np.isnan(rows)
+        low_at = np.where(bare, np.inf, rows).argmin(axis=1) + starts
+        high_at = np.where(bare, -np.inf, rows).argmax(axis=1) + starts
+    picked = np.column_stack([np.minimum(low_at, high_at), np.maximum(low_at, high_at)]).ravel()
     if whole < len(x):
         rest = values[whole:]
         ends = (
             [whole + int(np.nanargmin(rest)), whole + int(np.nanargmax(rest))] if not np.isnan(rest).all() else [whole]
         )
         picked = np.concatenate([picked, np.array(sorted(ends))])
-    picked = np.unique(picked)
+    picked = picked[np.diff(picked, prepend=-1) > 0]
     return x[picked], values[picked]

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
-from pulsetrain.runs.index import RunIndex, sign_of
+from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.listing import path_of
 from pulsetrain.runs.summary import RunSummary, Status
-from pulsetrain.serve.series import Described, Points, RunSeries, StoredSeries
+from pulsetrain.serve.series import Described, Happened, Points, RunSeries, StoredSeries
 
 __all__ = ["Series", "Store", "printable", "series_folder"]
 
@@ -35,7 +35,11 @@ class Series(Protocol):
     @property
     def about(self) -> Described: ...
 
+    def opened(self) -> Series: ...
+
     def points(self, name: str) -> Points | None: ...
+
+    def happened(self) -> Happened: ...
 
 
 class Store:
@@ -58,6 +62,8 @@ class Store:
         self._index = RunIndex(root)
         self._on_change = on_change
         self._folder = _writable(root)
+        self._signs: dict[str, str] = {}
+        self._stored: dict[str, StoredSeries] = {}
         self._live: dict[str, _Live] = {}
         self._reading: dict[str, Future[str]] = {}
         self._unreadable: dict[str, tuple[str, str]] = {}  # id -> sign, and why
@@ -92,9 +98,11 @@ class Store:
     def refresh(self) -> None:
         """Look which runs there are, and how they are."""
         found = {printable(path_of(each.folder, self.root)): each for each in self._index.summaries()}
-        before, self.runs = self.runs, found
+        signs = {name: self._index.signs[str(each.folder)] for name, each in found.items()}
+        (before, self.runs), (earlier, self._signs) = (self.runs, found), (self._signs, signs)
         for name in found.keys() | before.keys():
-            if _shown(before.get(name)) != _shown(found.get(name)):
+            if earlier.get(name) != signs.get(name) or _shown(before.get(name)) != _shown(found.get(name)):
+                self._stored.pop(name, None)
                 self._on_change(name)
         with self._lock:
             for name in [name for name in self._live if name not in found or found[name].status not in _GOING]:
@@ -124,13 +132,18 @@ class Store:
                     except (PulsetrainError, OSError) as error:
                         return str(error)
             return live
-        sign = sign_of(str(summary.folder))
+        sign = self._signs.get(name, "")
         if name in self._unreadable and self._unreadable[name][0] == sign:
             return self._unreadable[name][1]
+        stored = self._stored.get(name)
+        if stored is not None and stored.about.sign == sign and stored.is_there:
+            return stored.opened()
         folder = self._folder / _key(name)
         stored = StoredSeries.open(folder, sign)
         if stored is None:
             self._read(name, summary.folder, folder, sign)
+        else:
+            self._stored[name] = stored.opened()
         return stored
 
     @property
@@ -213,9 +226,16 @@ class _Live:
         with self._lock:
             return self._series.described()
 
+    def opened(self) -> _Live:
+        return self
+
     def points(self, name: str) -> Points | None:
         with self._lock:
             return self._series.points(name)
+
+    def happened(self) -> Happened:
+        with self._lock:
+            return self._series.happened()
 
     def update(self) -> bool:
         with self._lock:

@@ -38,7 +38,7 @@ def early_stopping(series: Series, metric: str, patience: int, min_delta: float,
     found = series.points(metric) if metric in (*about.validated, *about.rolled_out) else None
     at, values = (found[0], found[2]) if found is not None else (np.empty(0), np.empty(0))
     best_at = stops_at = None
-    for iteration, value in zip(at.tolist(), values.tolist(), strict=True):
+    for iteration, value in zip(at.astype(int).tolist(), values.tolist(), strict=True):
         stop = handler.step(value)
         best_at = iteration if handler.is_best else best_at
         if stop:
@@ -69,6 +69,6 @@ def loss_spikes(series: Series, metric: str, threshold: float, window: int, pati
     at, values = (found[0], found[2]) if found is not None else (np.empty(0), np.empty(0))
     spiked = guard.steps(np.asarray(values, dtype=np.float64))
     begins = spiked & ~np.concatenate([[False], spiked[:-1]])
-    rows = at[begins][:50].tolist()
+    rows = at[begins][:50].astype(int).tolist()
     first = rows[0] if rows else None
     return {"spikes": int(spiked.sum()), "first": first, "rows": rows, "last": series.about.last, "values": len(at)}

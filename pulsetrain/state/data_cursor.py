@@ -88,6 +88,8 @@ class DataCursor:
     """The batches to leave out since a rewind, as `left_out`."""
     rewinds: int
     """How often the run has returned to an earlier checkpoint."""
+    rank: DataRank
+    seed: int
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class DataCursor:
         self.agreed: AgreedPass | None = None  # the current pass, where the ranks have to agree on its end
         self._agreed_over: object = None  # its loader
         self._configured = seed if chosen else None
-        self.left_out = tuple(left_out)
+        self.left_out: tuple[tuple[int, int], ...] = tuple(left_out)
         self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
         self._keyed: tuple[object, KeyedLoader] | None = None  # the loader, and ours that reads it
         self._watch = WorkerWatch(0)

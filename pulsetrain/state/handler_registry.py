@@ -42,6 +42,10 @@ class HandlerRegistry:
         callbacks: likewise.
     """
 
+    engine: Engine
+    handlers: Sequence[object]
+    callbacks: Iterable[object]
+
     def __init__(self, engine: Engine, handlers: Sequence[object], callbacks: Iterable[object]) -> None:
         self.engine, self.handlers, self.callbacks = engine, handlers, callbacks
         self._own: list[object] = [engine, self, callbacks]  # the list keeps them alive, so that their ids stay theirs

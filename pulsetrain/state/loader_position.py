@@ -23,6 +23,8 @@ class LoaderState(NamedTuple):
 class LoaderPosition:
     """Begins passes over loaders with `state_dict` and `load_state_dict`, and returns into one."""
 
+    anchor: LoaderState
+
     def __init__(self) -> None:
         self.given = 0  # batches of the pass
         self.anchor = LoaderState(None, 0)  # to return to

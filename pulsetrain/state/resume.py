@@ -53,11 +53,13 @@ class Resumer:
         modules: whose flags handlers may set when the run starts, as at the start of the interrupted one.
     """
 
+    data: DataCursor
+
     def __init__(
         self, parts: Mapping[str, Part], data: DataCursor, registry: HandlerRegistry, modules: ModulesPart
     ) -> None:
         self.pending: Resume | None = None
-        self.state = RunState({**parts, "rng": _Generators(self)})
+        self.state: RunState = RunState({**parts, "rng": _Generators(self)})
         self.data, self._registry, self._modules = data, registry, modules
         registry.leave_out(parts.values())
 

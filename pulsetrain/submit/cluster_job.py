@@ -21,7 +21,8 @@ from pulsetrain.engine.optional import load_optional
 __all__ = ["ClusterJob"]
 
 _WARNED = {-signal.SIGUSR1, -signal.SIGUSR2, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2}  # before a requeue
-_ENDED = {-signal.SIGTERM, 128 + signal.SIGTERM}  # a preemption, or a cancellation
+# a preemption, or a cancellation; a sweep, which is stopped by a KeyboardInterrupt, has the status of SIGINT
+_ENDED = {-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 _UNSAVED = 4  # trained, but the last checkpoint could not be saved
 _PATIENCE = 1800.0  # seconds that Slurm gets to end a job to which it has sent SIGTERM
 
@@ -34,7 +35,7 @@ class ClusterJob:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.words = tuple(words)
+        self.words: tuple[str, ...] = tuple(words)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,7 +48,10 @@ class ClusterJob:
             RuntimeError: the command failed.
             SystemExit: a signal has stopped it, and another task requeues the job.
         """
-        self._process = subprocess.Popen([sys.executable, "-m", "pulsetrain", *self.words])
+        # Slurm may send its warning to all processes of the job. A run stops for it. A sweep would be killed by it
+        # before its trials have stopped, so it and they ignore it, and `checkpoint` stops them.
+        command = [sys.executable, "-m", "pulsetrain", *self.words]
+        self._process = subprocess.Popen(command, preexec_fn=None if self.words[0] == "train" else _ignore_warning)
         try:
             self._wait()
             status = self._process.wait()
@@ -83,6 +87,10 @@ class ClusterJob:
         """
         assert self._process is not None
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def _ignore_warning() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _wait_for_end() -> None:

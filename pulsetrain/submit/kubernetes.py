@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: a JobSet (https://jobset.sigs.k8s.io), which needs JobSet 0.7 or later in the cluster.
+"""Manifests for Kubernetes (1.29 or later): a JobSet (https://jobset.sigs.k8s.io) of version 0.7 or later.
 
 A run is one job with a pod for each node; if one fails, all start again, and resume. A sweep is one job with a pod for
 each of its workers, which start again separately.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,10 @@ __all__ = ["Cluster", "apply", "manifest", "manifest_text"]
 _PORT = 29400
 _GRACE = 120  # seconds to finish an iteration, a validation and a save
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # Kubernetes puts the number of the pod there
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+# of a command that was stopped by SIGTERM: a run, and a sweep
+_STOPPED = [128 + signal.SIGINT, 128 + signal.SIGTERM]
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")
 _SHARED_MEMORY = "shared-memory"
 
@@ -53,10 +57,14 @@ class Cluster:
     def __post_init__(self) -> None:
         if not _IMAGE.fullmatch(self.image):
             raise ConfigurationError(f"--image {self.image!r}: is not the name of an image, such as registry/name:tag")
-        for name in ("namespace", "secret", "queue"):
+        for name, longest in (("namespace", 63), ("secret", 253), ("queue", 63)):  # Kueue's name becomes a label
             value = getattr(self, name)
-            if value is not None and not _NAME.fullmatch(value):
-                raise ConfigurationError(f"--{name} {value!r}: needs small letters, digits, hyphens and dots")
+            if value is None:
+                continue
+            if not _NAME.fullmatch(value) or len(value) > longest or (name == "namespace" and "." in value):
+                raise ConfigurationError(
+                    f"--{name} {value!r}: is not a name of Kubernetes; use small letters, digits and hyphens"
+                )
         if self.claim is not None:
             name, _, path = self.claim.partition(":")
             if not _NAME.fullmatch(name) or not path.startswith("/") or ":" in path:
@@ -75,23 +83,29 @@ def manifest(submission: Submission, cluster: Cluster) -> dict[str, Any]:
     name, labels = submission.name, {"app.kubernetes.io/name": "pulsetrain"}
     is_sweep = commands[0][0] == "sweep"
     pods = len(commands) if is_sweep else needs.nodes
+    # a pod that was preempted or evicted, which kubectl get shows as failed, and those that have stopped along with it
+    action = "Ignore" if is_sweep else "FailJob"
+    interrupted: list[dict[str, Any]] = [
+        {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": action, "onExitCodes": {"operator": "In", "values": _STOPPED}},
+    ]
     job = {
-        "backoffLimit": 0,
+        # the workers of a sweep do not wait for each other
+        **({"backoffLimitPerIndex": needs.restarts} if is_sweep else {"backoffLimit": 0}),
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
-        "podFailurePolicy": {
-            # a pod that was preempted or evicted; see failurePolicy
-            "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-        },
+        "podFailurePolicy": {"rules": interrupted},
         "template": {"metadata": {"labels": labels}, "spec": _pod(submission, cluster)},
     }
-    if is_sweep:  # the workers do not wait for each other
-        del job["backoffLimit"]
-        job["backoffLimitPerIndex"] = needs.restarts
-        job["podFailurePolicy"] = {
-            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+    failure: dict[str, Any] = {"maxRestarts": 0}  # of a sweep: its job restarts the pods
+    if not is_sweep:
+        rule = {
+            "name": "interrupted",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureReasons": ["PodFailurePolicy"],
         }
+        failure = {"maxRestarts": needs.restarts, "rules": [rule]}
     metadata: dict[str, Any] = {"name": name}
     if cluster.namespace is not None:
         metadata["namespace"] = cluster.namespace
@@ -101,16 +115,7 @@ def manifest(submission: Submission, cluster: Cluster) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
-            "failurePolicy": {
-                "maxRestarts": needs.restarts,
-                "rules": [
-                    {
-                        "name": "preempted",
-                        "action": "RestartJobSetAndIgnoreMaxRestarts",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
-            },
+            "failurePolicy": failure,
             "network": {"enableDNSHostnames": True, "subdomain": name},
             "replicatedJobs": [{"name": "worker", "replicas": 1, "template": {"spec": job}}],
         },
@@ -152,7 +157,7 @@ def _pod(submission: Submission, cluster: Cluster) -> dict[str, Any]:
     if needs.gpus:
         amounts["nvidia.com/gpu"] = str(needs.gpus)
     container: dict[str, Any] = {"name": "pulsetrain", "image": cluster.image, "command": _command(submission)}
-    # how long torchrun waits for the processes that it has signalled
+    # how long the launcher waits for the processes that it has signalled
     container["env"] = [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE - 10)}]
     mounts = [{"name": _SHARED_MEMORY, "mountPath": "/dev/shm"}]
     # without a volume of its own, /dev/shm has 64 MiB, too little for the workers of a DataLoader and for NCCL
@@ -185,20 +190,16 @@ def _command(submission: Submission) -> list[str]:
         if len(submission.commands) > 1:
             own[own.index("--worker") + 1] = _INDEX
         return ["python", "-m", "pulsetrain", *own]
-    if needs.nodes * needs.processes == 1:
-        return ["python", "-m", "pulsetrain", *map(_escaped, words)]
-    first = f"{submission.name}-worker-0-0.{submission.name}"
-    return [
-        "torchrun",
-        f"--nnodes={needs.nodes}",
-        f"--nproc_per_node={needs.processes}",
-        f"--node_rank={_INDEX}",
-        f"--master_addr={first}",
-        f"--master_port={_PORT}",
-        "-m",
-        "pulsetrain",
-        *map(_escaped, words),
-    ]
+    # not torchrun, whose exit status is 1 also where the run was stopped
+    launch = [f"--launch.nproc={needs.processes}"] if needs.nodes * needs.processes > 1 else []
+    if needs.nodes > 1:
+        launch += [
+            f"--launch.nnodes={needs.nodes}",
+            f"--launch.node_rank={_INDEX}",
+            f"--launch.master_addr={submission.name}-worker-0-0.{submission.name}",
+            f"--launch.master_port={_PORT}",
+        ]
+    return ["python", "-m", "pulsetrain", *map(_escaped, words), *launch]
 
 
 def _escaped(word: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_whole_number
@@ -13,6 +13,9 @@ from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.best_value import judged_name, subscribe_judge
 from pulsetrain.sweep.spec import read_saved
 from pulsetrain.sweep.study import open_study
+
+if TYPE_CHECKING:
+    from pulsetrain.sweep.spec import Spec
 
 __all__ = ["INTERVAL_ENDS", "PRUNED", "SweepTrial"]
 
@@ -35,11 +38,15 @@ class SweepTrial(Handler):
         ConfigurationError: a value out of range, or the folder is not a sweep's.
     """
 
+    trial: int
+    until: int | None
+    reason: str
+
     def __init__(self, sweep: str, trial: int, until: int | None = None) -> None:
         check_whole_number("SweepTrial", "trial", trial, at_least=0)
         self.trial, self.until = trial, until
-        self.spec = read_saved(Path(sweep))
-        self.metric = self.spec.metric[0]
+        self.spec: Spec = read_saved(Path(sweep))
+        self.metric: str = self.spec.metric[0]
         self.reports = 0  # validations that reported the metric
         self.reason = ""  # why the run has been ended
         self._trial: Any = None

@@ -48,9 +48,9 @@ class Agreement:
     def __init__(self, control: ControlGroup, every: int) -> None:
         self.control = control
         self.attempt: str = control.broadcast(uuid.uuid4().hex)
-        self.pulse = Pulse(control, every)
+        self.pulse: Pulse = Pulse(control, every)
         self.processes: list[dict[str, object]] = []  # host, pid and environment of each, in the main one of several
-        self.drift = DriftCheck(control)
+        self.drift: DriftCheck = DriftCheck(control)
         self._ends_together = False  # whether the ranks have agreed on the run's end
 
     @property

@@ -16,6 +16,7 @@ from pulsetrain.engine.data.loaders import can_be_read_once
 from pulsetrain.engine.distributed.ranks import is_pipelined, is_sharded, ranks
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
@@ -39,6 +40,7 @@ from pulsetrain.handlers import (
     RunSummary,
     SampleText,
 )
+from pulsetrain.handlers.plots.notebook_curve import NotebookCurve
 from pulsetrain.training.run_length import RunLength
 
 __all__ = [
@@ -232,6 +234,7 @@ def configured_handlers(
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
     if config.progress and not any(isinstance(each, (ProgressBar, ConsoleLogger)) for each in given):
         added += [RunSummary(on_error="warn"), ProgressBar(on_error="warn")]
+        added += [NotebookCurve()] if notebook_shell() is not None else []
     return added
 
 

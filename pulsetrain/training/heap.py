@@ -1,14 +1,15 @@
-"""Free memory of the C heap, given back to the system."""
+"""Free memory of the C heap, given back to the system where the process has grown."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 
-__all__ = ["give_back_free_memory"]
+__all__ = ["Heap"]
 
-KEPT = 64 * 2**20  # bytes that may stay free, for the next step to use
+GROWTH = 64 * 2**20  # bytes that the process may grow by before free memory is given back
 
 
 class _Usage(ctypes.Structure):
@@ -23,22 +24,47 @@ class _Usage(ctypes.Structure):
     fordblks: int  # bytes in free blocks
 
 
-def give_back_free_memory() -> bool:
-    """Give free memory of the heap back where there is much of it; returns whether it did.
+class Heap:
+    """The C heap of a process whose steps allocate and free much memory.
 
     Activations are freed in another order than they were allocated. Whatever small block stays between them keeps the
     C library from giving the rest back, and the next step finds no place that is large enough and takes more: the
     process grows although nothing leaks. Here free pages are given back wherever they are, in about 40 ms per 100 MB,
-    and fetching them again takes as long. Only glibc can do this; elsewhere nothing happens.
+    and fetching them again takes as long: this is done only after the process has grown. Only glibc on Linux can do
+    it; elsewhere nothing happens.
     """
-    functions = _functions()
-    if functions is None:
-        return False
-    usage, trim = functions
-    if usage().fordblks < KEPT:
-        return False
-    trim(0)
-    return True
+
+    def __init__(self) -> None:
+        self._usual: int | None = None  # bytes of the process, as it was found first
+        self._gave_back = False  # the last time
+
+    def trim(self) -> bool:
+        """Give free memory back if the process has grown since the first call; returns whether it did.
+
+        Where it is as large at the next call, the memory is in use: then this size is the usual one.
+        """
+        functions = _functions()
+        if functions is None:
+            return False
+        usage, trim = functions
+        size = _resident()
+        if self._usual is None:
+            self._usual = size
+        if size < self._usual + GROWTH or usage().fordblks < GROWTH:
+            self._gave_back = False
+            return False
+        if self._gave_back:
+            self._usual, self._gave_back = size, False
+            return False
+        trim(0)
+        self._gave_back = True
+        return True
+
+
+def _resident() -> int:
+    """The bytes of this process that are in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @cache
@@ -46,6 +72,7 @@ def _functions() -> tuple[Callable[[], _Usage], Callable[[int], int]] | None:
     try:
         library = ctypes.CDLL(None)
         usage, trim = library.mallinfo2, library.malloc_trim  # glibc 2.33
+        _resident()
     except (OSError, TypeError, AttributeError):
         return None
     usage.restype = _Usage

@@ -34,11 +34,15 @@ class Share:
         is_exact: whether the totals are known to be as expected, so that nothing has to be waited for.
     """
 
+    size: float
+    expected: float
+    is_exact: bool
+
     def __init__(
         self, size: float, expected: float, totals: Callable[[], Totals], rank: DataRank, *, is_exact: bool
     ) -> None:
         self.size, self.expected, self.is_exact = size, expected, is_exact
-        self.counts = size > 0 and rank.leads  # in sums over all ranks
+        self.counts: bool = size > 0 and rank.leads  # in sums over all ranks
         self._wait, self._shares = totals, rank.count
         self._totals: Totals | None = None
 

@@ -41,12 +41,16 @@ class MetricsReporter:
             of a pipeline, whose last process alone has outputs, of virtual ranks, or of several optimizers.
     """
 
+    named_losses: dict[str, Losses]
+    announced_skips: int
+    history: MetricTracker
+
     def __init__(self, stepper: Stepper, every: int, agreement: Agreement, *, measures: bool = False) -> None:
         self._derive: Callable[[Any], Mapping[str, Any]] = getattr(stepper.strategy, "derive_metrics", lambda loss: {})
         self._backend, self._stepper, self._every = stepper.backend, stepper, every
-        self.losses = Losses()
+        self.losses: Losses = Losses()
         self.named_losses = {f"{name}_loss": Losses() for name in stepper.optimizers or ()}  # whose sum is the loss
-        self.logged = LoggedValues(agreement)
+        self.logged: LoggedValues = LoggedValues(agreement)
         self.validation_sets: Collection[str] = ()  # their names
         self._rate = Rate()
         self._untrained = UntrainedParameters(stepper.store.module, stepper.store.optimizer)

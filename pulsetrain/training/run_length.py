@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Backend, ConfigurationError, State, TrainingStrategy
@@ -18,6 +18,9 @@ from pulsetrain.engine.errors import refused
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.training.no_data import NoTrainingData
+
+if TYPE_CHECKING:
+    from pulsetrain.engine.step.accumulation import Accumulate
 
 __all__ = ["RunLength"]
 
@@ -42,12 +45,15 @@ class RunLength:
         optimizers: how many there are; each is assumed to make one update for a batch, or for those accumulated.
     """
 
+    accumulate: Accumulate
+    has_data: bool
+
     def __init__(self, config: TrainingConfig, loader: Iterable[Any], optimizers: int = 1) -> None:
         self.config = config
         self._optimizers = optimizers
         self.accumulate = rule = config.accumulation
-        self.counts_updates = config.max_updates is not None and (rule.tokens is not None or optimizers > 1)
-        self.counted = config.max_tokens is not None or self.counts_updates  # see reached()
+        self.counts_updates: bool = config.max_updates is not None and (rule.tokens is not None or optimizers > 1)
+        self.counted: bool = config.max_tokens is not None or self.counts_updates  # see reached()
         self.epoch_length = length_of(loader)
         self.has_data = not isinstance(loader, NoTrainingData)
         self._loader: Any = loader

@@ -193,6 +193,8 @@ def _on(device: torch.device | str, value: T) -> T | Tensor:
 class Rate:
     """Samples and tokens a second between two readings, without the time spent validating."""
 
+    paused: float
+
     def __init__(self) -> None:
         self.paused = 0.0  # seconds since the last reading that were not training
         self._since = time.perf_counter()

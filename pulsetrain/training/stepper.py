@@ -70,6 +70,16 @@ class Stepper:
     (1, 1, (0.1,))
     """
 
+    backend: Backend
+    strategy: Strategy
+    store: ModelStore
+    clip_grad_norm: float | None
+    ranks: RankShare | None
+    is_stepping: bool
+    learning_rates: tuple[float, ...]
+    optimizers: NamedOptimizers | None
+    on_step: OnStep | None
+
     def __init__(
         self,
         backend: Backend,
@@ -83,7 +93,7 @@ class Stepper:
     ) -> None:
         self.backend, self.strategy, self.store = backend, strategy, store
         self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
-        self.accumulation = Accumulation(accumulate, weighs_each=ranks is not None)
+        self.accumulation: Accumulation = Accumulation(accumulate, weighs_each=ranks is not None)
         self.ranks, self._leads = ranks, backend.data_rank.leads
         self._share: Share | None = None  # of the current batch in its global one; None where there is one process
         self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from ignite.metrics import Metric as IgniteMetric
@@ -37,10 +37,13 @@ from pulsetrain.handlers.metric_values.step_values import on_host, scalars
 from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
-from pulsetrain.training.heap import give_back_free_memory
+from pulsetrain.training.heap import Heap
 from pulsetrain.training.rank_parts import RankParts, unmerged
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from pulsetrain.engine.step.backend import Backend, ModelStore
 
 __all__ = ["Evaluation", "Evaluator", "Validator", "check_sets"]
 
@@ -55,6 +58,11 @@ class Validator:
         reporter: has the run's history, and leaves the time out of the throughput.
     """
 
+    evaluation: Evaluation
+    loaders: Mapping[str, Iterable[Any]]
+    every: Every | None
+    validated_at: int
+
     def __init__(
         self,
         evaluation: Evaluation,
@@ -63,6 +71,7 @@ class Validator:
         reporter: MetricsReporter,
     ) -> None:
         self.evaluation, self.loaders, self.every, self._reporter = evaluation, loaders, every, reporter
+        self._heap = Heap()
         self.reset()
 
     def attach(self, engine: Engine) -> None:
@@ -88,7 +97,7 @@ class Validator:
             for matrix, value in self.evaluation.matrices.items() if engine.hears(Events.MEDIA_LOGGED) else ():
                 engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
         metrics = {**self._reporter.values_of_sets(), **metrics}
-        give_back_free_memory()
+        self._heap.trim()
         self.validated_at = engine.state.iteration
         engine.state.metrics.update(metrics)
         self._reporter.history.update(metrics)
@@ -142,6 +151,9 @@ class Evaluation:
         ConfigurationError: a metric is neither.
     """
 
+    store: ModelStore
+    backend: Backend
+
     def __init__(
         self,
         stepper: Stepper,
@@ -153,15 +165,15 @@ class Evaluation:
         shares_out: bool = True,
     ) -> None:
         self.store, self.backend = stepper.store, stepper.backend
-        self.strategy = cast(TrainingStrategy, stepper.strategy)
+        self.strategy: TrainingStrategy = cast(TrainingStrategy, stepper.strategy)
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
         meets = control if is_sharded(self.store.module) else None  # it gathers its weights with each batch
-        self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus, control=meets)
+        self.engine: Evaluator = Evaluator(self._step, self.store.module, name=name, bus=bus, control=meets)
         self._control, self._merges = control, control.is_shared and shares_out
         self._parts = RankParts(control.ranks if shares_out else Ranks())
         self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
-        self.metrics = dict(metrics)
+        self.metrics: dict[str, Any] = dict(metrics)
         self._left_out: set[str] = set()  # warned about already
         self.matrices: dict[str, Tensor] = {}  # of the last set, on the host, by their full names
         self._checks = True  # the next batch is a set's first

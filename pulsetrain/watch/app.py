@@ -33,6 +33,12 @@ class WatchApp(App[None]):
         poll: seconds between two looks at the logs.
     """
 
+    where: str
+    is_paused: bool
+    compares: bool
+    logarithmic: bool
+    chosen: int
+
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { layout: vertical; }
@@ -63,7 +69,7 @@ class WatchApp(App[None]):
 
     def __init__(self, runs: Sequence[Watched], where: str = "", *, poll: float = POLL) -> None:
         super().__init__()
-        self.runs = list(runs)
+        self.runs: list[Watched] = list(runs)
         self.where, self._poll = where, poll
         self.is_paused = False
         self.compares = len(self.runs) > 1

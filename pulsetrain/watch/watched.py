@@ -24,6 +24,10 @@ class Watched:
         name: what it is called on the screen.
     """
 
+    run: LiveRun
+    name: str
+    error: str
+
     def __init__(self, run: LiveRun, name: str) -> None:
         self.run, self.name = run, plain(name)
         self.error = ""  # why it cannot be read any more

@@ -35,6 +35,8 @@ class CurveView(Widget):
         metric: the name of the curve.
     """
 
+    logarithmic: bool
+
     DEFAULT_CSS = f"CurveView {{ height: {_ROWS}; margin: 0 1 1 1; }}"
 
     def __init__(self, metric: str) -> None:
@@ -110,6 +112,9 @@ class EventList(ScrollView, can_focus=True):
     It stays at the end, or at the same events if it is scrolled up. Only the visible lines are made: a fast run has
     hundreds of events between two looks.
     """
+
+    follows: bool
+    virtual_size: Size
 
     DEFAULT_CSS = "EventList { scrollbar-size: 1 1; scrollbar-size-horizontal: 0; }"
 

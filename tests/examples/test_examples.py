@@ -9,32 +9,16 @@ import re
 import resource
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pulsetrain.engine.checkpoint import CheckpointManager
-from tests.support.programs_examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, lines_of_code, run
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 IN_CONFIGURATIONS = {"sweep_digits.py": "pulsetrain sweep examples/sweep.yaml"}  # modules that a configuration names
-
-
-def lines_of_code(script: Path) -> int:
-    """Lines that hold more than comments and docstrings."""
-    lines: set[int] = set()
-    with script.open("rb") as file:
-        at_statement = True
-        for token in tokenize.tokenize(file.readline):
-            if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING):
-                at_statement = True
-            elif token.type not in (tokenize.NL, tokenize.COMMENT, tokenize.ENDMARKER):
-                if not (at_statement and token.type == tokenize.STRING):
-                    lines.update(range(token.start[0], token.end[0] + 1))
-                at_statement = False
-    return len(lines)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -203,19 +187,3 @@ def test_guards_lose_nothing_where_the_unguarded_run_is_lost(tmp_path: Path) -> 
     rows = "".join(line.partition("rows ")[2] for line in output if line.startswith("  nan_gradient"))
     assert "100" in re.findall(r"\d+", rows)
     assert "went back 2 time(s)" in output[-1]
-
-
-@pytest.mark.slow
-def test_gan_learns_by_two_optimizers_and_draws(tmp_path: Path) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        from gan import main  # shorter than the script's own run
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    trainer = main(tmp_path, max_epochs=12)
-    assert trainer.state.update == 2 * trainer.state.iteration == 2 * 12 * 28
-    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-    first, last = (trainer.history.get_history()["train/discriminator_loss"][at] for at in (0, -1))
-    assert last < 2 * 0.6931 < first + 2  # below that of a discriminator that only guesses
-    picture = (tmp_path / "samples.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")

@@ -64,3 +64,17 @@ def write_run(
     if closed:
         writer.close()
     return folder
+
+
+def write_counting_run(folder: Path) -> Path:
+    """A run whose log has token counts: 100 an iteration."""
+    writer = LogWriter(folder / "events")
+    for seq in range(1, 11):
+        at = {"epoch": 1, "iteration": seq // 2 + 1, "seq": seq, "t": BEGUN + seq}
+        observed, payload = ({"tokens": 100 * at["iteration"]}, {"metrics": {"a": 0.5}}) if seq % 4 == 1 else (None, {})
+        name = "metrics_logged" if payload else "iteration_completed"
+        writer.add(
+            LoggedEvent(seq, "trainer", name, payload=payload or None, observed=observed, output={"loss": 1.0}, **at)
+        )
+    writer.close()
+    return folder

@@ -49,8 +49,8 @@ class Side:
             elif not any(after < low and high < seam for after, seam in ranges):
                 self._add(log.block(index))
         self._add(log.tail)
-        self.first = min((piece.first for piece in self.pieces), default=0)
-        self.last = max((piece.last for piece in self.pieces), default=-1)
+        self.first: int = min((piece.first for piece in self.pieces), default=0)
+        self.last: int = max((piece.last for piece in self.pieces), default=-1)
 
     def _add(self, events: Sequence[LoggedEvent]) -> None:
         live = self._live(events)

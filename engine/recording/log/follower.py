@@ -54,6 +54,10 @@ class LogFollower:
         recent: begin with this number of the newest blocks; by default with the first.
     """
 
+    folder: Path
+    rank: int
+    run: str
+
     def __init__(self, folder: Path, rank: int = 0, recent: int | None = None) -> None:
         self.folder, self.rank = folder, rank
         self.generation = 0

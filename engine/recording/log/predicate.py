@@ -129,6 +129,9 @@ def predicate(text: str, names: Names = field_of_event, example: object = None) 
 class UnsupportedError(Exception):
     """An expression that is valid Python, but not allowed in a condition."""
 
+    reason: str
+    node: ast.expr
+
     def __init__(self, node: ast.expr, reason: str) -> None:
         self.node, self.reason = node, reason
 

@@ -76,6 +76,8 @@ class EventLog:
         RecordingError: there is no log, or it has a newer format.
     """
 
+    folder: Path
+
     def __init__(self, path: str | Path, rank: int = 0) -> None:
         folder = Path(path)
         if not log_files(folder, rank)[0].exists() and (folder / "events").is_dir():

@@ -64,6 +64,7 @@ class Tail:
     """
 
     _map: mmap.mmap | PlainFile
+    end: int
 
     def __init__(self, path: Path) -> None:
         self.path = path

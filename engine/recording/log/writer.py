@@ -74,6 +74,12 @@ class LogWriter:
         RecordingError: the log has a newer format.
     """
 
+    path: Path
+    run: str
+    cut_off: bool
+    last_seq: int
+    next_ord: int
+
     def __init__(self, folder: Path, rank: int = 0, max_bytes: int | None = None, run: str = "") -> None:
         self.path, tail = log_files(folder, rank)
         self.run = run

@@ -68,6 +68,11 @@ class Open:
         dispatch: of the engine and the event.
     """
 
+    dispatch: Dispatch | None
+    engine: Dispatcher | None
+    event: LoggedEvent
+    validating: bool
+
     __slots__ = ("called", "dispatch", "done", "engine", "event", "validating")
 
     def __init__(self, event: LoggedEvent, engine: Dispatcher | None = None, dispatch: Dispatch | None = None) -> None:

@@ -29,6 +29,8 @@ NOT_LOGGED = {
 class ReplayBus(EventBus):
     """A bus that reports to its replay when a handler has subscribed, posted, or called `terminate()`."""
 
+    attention: bool
+
     def __init__(self) -> None:
         super().__init__()
         self.attention = False
@@ -61,7 +63,7 @@ class ReplayedEngine(Engine):
         self._counted: dict[str, tuple[str, ...]] = {}  # the events that advance a counter
         super().__init__(_no_step, name=name, bus=bus)
         self.state = ReplayedState(name, playback, self._counted)
-        self.optimizer = RecordedOptimizer(self.state)
+        self.optimizer: RecordedOptimizer = RecordedOptimizer(self.state)
         typed = {event.value: event for event in known}
         shipped = {event.value for event in Events}
         self.register_events(*typed.values(), *sorted(set(logged) - typed.keys() - shipped))

@@ -92,7 +92,7 @@ class Replay(ReplayedEngine):
     ) -> None:
         if speed is not None and not speed > 0:
             raise ConfigurationError("needs a positive number; None is as fast as possible", "Replay", speed=speed)
-        self.log = path if isinstance(path, EventLog) else EventLog(path, rank)
+        self.log: EventLog = path if isinstance(path, EventLog) else EventLog(path, rank)
         name = engine if engine is not None else self.log.main_engine
         names = self.log.engines
         if engine is not None and engine not in names:
@@ -107,7 +107,7 @@ class Replay(ReplayedEngine):
         )
         known = [event for enum in events for event in enum]
         super().__init__(name, player, player.bus, self._source.types(name), known)
-        self.engines = player.engines
+        self.engines: dict[str, ReplayedEngine] = player.engines
         self.engines[name] = self
         for other in names:
             if other != name:

@@ -50,12 +50,12 @@ class Player:
         obey_terminate: bool,
         deliver_fired: bool,
     ) -> None:
-        self.bus = ReplayBus()
+        self.bus: ReplayBus = ReplayBus()
         self.engines: dict[str, ReplayedEngine] = {}  # by name; added by the replay
         self.event: LoggedEvent | None = None  # that is being played, or was played last
         self.fired: list[Event] = []  # by replayed handlers; seq is that of the event they handled
         self.stops: list[Stop] = []
-        self.past = Past(source)
+        self.past: Past = Past(source)
         self._ahead = Ahead(source)
         self._main = main
         self._pace = pace

@@ -27,9 +27,11 @@ class Receivers:
             self.table[engine.name] = {value: (engine, dispatch) for value, dispatch in engine.dispatches().items()}
         events = [value for dispatches in self.table.values() for value in dispatches]
         several = sum(1 for dispatches in self.table.values() if dispatches) > 1
-        self.are_recalled = len(events) > 1 and any(map(is_custom, events))  # custom events may be fired again
-        self.are_nested = self.are_recalled or (
+        self.are_recalled: bool = len(events) > 1 and any(map(is_custom, events))  # custom events may be fired again
+        self.are_nested: bool = self.are_recalled or (
             any(map(is_host, events)) and (several or any(map(may_be_nested, events)))
         )
-        extra = STRUCTURE if self.are_nested else frozenset()
-        self.wanted = {engine.name: extra.union(self.table[engine.name]) for engine in engines}  # to be read
+        extra: frozenset[str] = STRUCTURE if self.are_nested else frozenset()
+        self.wanted: dict[str, frozenset[str]] = {  # to be read
+            engine.name: extra.union(self.table[engine.name]) for engine in engines
+        }

@@ -138,6 +138,8 @@ def _lines_of(data: bytes, types: Collection[str]) -> bytes:
 class Ahead:
     """The events that a replay plays next, read block by block."""
 
+    next: int
+
     def __init__(self, source: Source) -> None:
         self._source = source
         self.events: deque[LoggedEvent] = deque()  # read and not played yet

@@ -1,37 +1,49 @@
 // Charts of all curves of the selected runs. A zoom of one zooms all, and fetches the points of the part.
 
-import { ask, colorOf, make, message, number, plain, plainLayout, soon } from "/dom.js";
+import { query, colorOf, ask, failure, make, message, number, soon } from "/dom.js";
+import { lineChart } from "/chart.js";
 
 const SHOWN = 12; // charts at first
-const SEPARATE = 40; // runs in a chart, each with a line of its own
 const FIRST = ["val/loss", "train/loss", "loss, each iteration"];
 
 export function curves(view, page) {
-  let runs = [], names = [], closed = false, range = null;
-  const charts = new Map();
+  let runs = [], names = [], closed = false, range = null, selecting = 0, request = null;
+  const charts = new Map(), seen = new Set(), stale = new Set(); // names: all, those in the window, those to be fetched
   const settings = { x: "iteration", smoothing: 0, log: false, filter: "" };
 
   const tools = make("div", { class: "tools" });
   const grid = make("div", { class: "charts" });
-  const note = make("div");
-  const choice = make("select", { "aria-label": "X axis", onchange: () => { settings.x = choice.value; range = null; redraw(); } },
+  const note = make("div"), omitted = make("p", { class: "muted", id: "omitted", role: "status" }), failed = make("p", { class: "error", role: "alert" });
+  const choice = make("select", { "aria-label": "X axis", onchange: () => { settings.x = choice.value; zoom(null); } },
     make("option", { value: "iteration" }, "iteration"), make("option", { value: "tokens" }, "tokens"), make("option", { value: "time" }, "time"));
-  const slider = make("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", id: "smoothing", oninput: () => { settings.smoothing = Number(slider.value); charts.forEach((chart) => chart.draw()); } });
-  const log = make("input", { type: "checkbox", id: "log", onchange: () => { settings.log = log.checked; charts.forEach((chart) => chart.draw()); } });
+  const slider = make("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", id: "smoothing", oninput: () => { settings.smoothing = Number(slider.value); drawSeen(); } });
+  const log = make("input", { type: "checkbox", id: "log", onchange: () => { settings.log = log.checked; drawSeen(); } });
   const filter = make("input", { type: "search", placeholder: "Filter metrics", "aria-label": "Filter metrics", oninput: soon(() => { settings.filter = filter.value.toLowerCase(); layOut(); }, 120) });
   const reset = make("button", { onclick: () => zoom(null) }, "Reset zoom");
   tools.append(filter, make("label", {}, "x", choice), make("label", {}, "smoothing", slider), make("label", {}, log, "log"), reset);
-  view.append(tools, note, grid);
+  view.append(tools, note, omitted, failed, grid);
+
+  // Only charts in the window are fetched and drawn; the others once they get there.
+  const watcher = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) seen.add(target.dataset.metric);
+      else seen.delete(target.dataset.metric);
+    }
+    drawSeen();
+    fetchSeen();
+  }, { root: null, rootMargin: "100px" });
 
   async function select(chosen) {
+    const mine = ++selecting;
+    if (chosen !== runs) abort();
     runs = chosen;
     if (!runs.length) {
-      charts.clear();
+      clear();
       grid.replaceChildren(message("Select runs at the left."));
       return;
     }
     const found = await ask("names", { run: runs });
-    if (closed) return;
+    if (closed || mine !== selecting) return;
     page.forget(found.gone);
     choice.options[1].disabled = !found.tokens;
     choice.options[1].title = found.tokens ? "" : "none of these runs has counted tokens";
@@ -40,109 +52,117 @@ export function curves(view, page) {
     note.replaceChildren(...Object.entries(found.errors).map(([run, why]) => make("p", { class: "error" }, `${run}: ${why}`)));
     if (!names.length) note.append(message(found.pending.length ? `Reading ${found.pending.length} runs for the first time ...` : "These runs have recorded no values."));
     layOut();
-    redraw();
+    refetch();
+  }
+
+  function clear() {
+    charts.forEach((each) => watcher.unobserve(each.element));
+    for (const each of [charts, seen, stale]) each.clear();
+    note.replaceChildren();
+    omitted.textContent = failed.textContent = "";
   }
 
   function layOut() {
-    const wanted = names.filter((name) => name.toLowerCase().includes(settings.filter)).slice(0, page.allCharts ? undefined : SHOWN);
-    const total = names.filter((name) => name.toLowerCase().includes(settings.filter)).length;
-    for (const name of [...charts.keys()]) if (!wanted.includes(name)) charts.delete(name);
-    for (const name of wanted) if (!charts.has(name)) { const made = chart(name); charts.set(name, made); made.fetch(); }
-    grid.replaceChildren(...wanted.map((name) => charts.get(name).element));
-    if (total > wanted.length) grid.append(make("button", { onclick: () => { page.allCharts = true; layOut(); } }, `Show ${total - wanted.length} more`));
+    const matching = names.filter((name) => name.toLowerCase().includes(settings.filter));
+    const wanted = matching.slice(0, page.allCharts ? undefined : SHOWN);
+    for (const [name, { element }] of charts) if (!wanted.includes(name)) { watcher.unobserve(element); for (const each of [charts, seen, stale]) each.delete(name); }
+    for (const name of wanted) if (!charts.has(name)) { charts.set(name, chart(name)); stale.add(name); watcher.observe(charts.get(name).element); }
+    const shown = wanted.map((name) => charts.get(name).element);
+    if (matching.length > wanted.length) shown.push(make("button", { onclick: () => { page.allCharts = true; layOut(); } }, `Show ${matching.length - wanted.length} more`));
+    if (shown.length !== grid.children.length || shown.some((each, index) => each !== grid.children[index])) grid.replaceChildren(...shown);
   }
 
-  function redraw() {
-    charts.forEach((each) => each.fetch());
+  function refetch() {
+    for (const name of charts.keys()) stale.add(name);
+    fetchSeen();
   }
 
   function zoom(to) {
     range = to;
-    redraw();
+    abort();
+    refetch();
   }
 
-  // plotly shows a constant rate of 0.001 on an axis from -1 to 1
-  function nearConstant(drawnRuns) {
-    let low = Infinity, high = -Infinity;
-    for (const { y } of drawnRuns) for (const value of y) if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
-    const margin = Math.abs(low) / 10;
-    return low === high && low !== 0 ? { clipmin: low - margin, clipmax: low + margin } : {};
+  function abort() {
+    request?.abort();
+    request = null;
+  }
+
+  function drawSeen() {
+    for (const name of seen) charts.get(name)?.draw();
+  }
+
+  // One request for all charts in the window, one at a time; what they show remains until its answer has arrived.
+  async function fetchSeen() {
+    const wanted = [...stale].filter((name) => seen.has(name));
+    if (request || !wanted.length || closed) return;
+    const mine = (request = new AbortController()), of = { range, xTitle: { time: "seconds", tokens: "tokens" }[settings.x] ?? "" };
+    wanted.forEach((name) => stale.delete(name));
+    try {
+      const found = await points({ run: runs, name: wanted, x: settings.x, low: range?.[0], high: range?.[1] }, mine.signal);
+      if (request !== mine || closed) return;
+      for (const name of wanted) charts.get(name)?.show(found.charts[name], of);
+      sayOmitted(found.uncounted);
+      failed.textContent = "";
+    } catch (error) {
+      if (request === mine && !closed) failed.textContent = `The points cannot be fetched: ${error.message}`;
+    } finally {
+      if (request === mine) { request = null; fetchSeen(); }
+    }
+  }
+
+  function sayOmitted(found) {
+    const names = `${found.slice(0, 5).join(", ")}${found.length > 5 ? ", ..." : ""}`;
+    omitted.textContent = found.length ? `Without ${number(found.length)} of ${number(runs.length)} runs, whose logs have no token counts: ${names}. By iteration or time they are drawn.` : "";
   }
 
   function chart(name) {
-    const element = make("div", { class: "chart" });
+    const made = lineChart(name, zoom);
+    const { element } = made;
     element.dataset.metric = name;
-    let data = {}, asked = 0, drawn = false;
+    let lines = null, of = null, drawnWith = null;
 
-    async function fetchPoints() {
-      const mine = ++asked;
-      const found = await ask("curves", { run: runs, name, x: settings.x, low: range?.[0], high: range?.[1] }).catch(() => null);
-      if (found === null || mine !== asked || closed) return;
-      data = found.curves;
+    function show(found, given) {
+      [lines, of, drawnWith] = [found, given, null];
       draw();
+      element.dataset.runs = String(lines.length);
+      element.dataset.points = String(lines.reduce((sum, each) => sum + each.x.length, 0));
     }
 
     function draw() {
-      const drawnRuns = Object.entries(data).map(([run, { x, y }]) => ({ run, x, y: smoothed(y, settings.smoothing) }));
-      const traces = drawnRuns.length > SEPARATE ? together(drawnRuns) : drawnRuns.map(({ run, x, y }) => ({
-        type: "scatter", mode: x.length <= 40 ? "lines+markers" : "lines", name: plain(run), x, y,
-        line: { color: colorOf(run), width: 1.4 }, marker: { size: 4 },
-        hovertemplate: `${plain(run)}<br>%{y:.6g} at %{x:,}<extra></extra>`,
-      }));
-      const layout = plainLayout();
-      layout.title = { text: plain(name), font: { size: 12 }, x: 0.02, xanchor: "left" };
-      layout.yaxis.type = settings.log ? "log" : "linear";
-      layout.xaxis.title = { text: { time: "seconds", tokens: "tokens" }[settings.x] ?? "", font: { size: 10 } };
-      layout.yaxis.autorangeoptions = nearConstant(drawnRuns);
-      if (range) layout.xaxis.range = range;
-      Plotly.react(element, traces, layout, { displayModeBar: false, responsive: true });
-      if (!drawn) {
-        drawn = true;
-        element.on("plotly_relayout", (change) => {
-          if (change["xaxis.range[0]"] !== undefined) zoom([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
-          else if (change["xaxis.autorange"]) zoom(null);
-        });
-      }
-      element.dataset.runs = String(drawnRuns.length);
-      element.dataset.points = String(drawnRuns.reduce((sum, each) => sum + each.x.length, 0));
-      element.dataset.last = String(Math.max(...drawnRuns.map((each) => each.x.at(-1) ?? 0)));
+      const wanted = `${settings.smoothing} ${settings.log}`;
+      if (!lines || drawnWith === wanted) return;
+      drawnWith = wanted;
+      made.draw({ ...of, log: settings.log, lines: lines.map((line) => ({ ...line, color: colorOf(line.name), y: smoothed(line.y, settings.smoothing) })) });
     }
 
-    return { element, fetch: fetchPoints, draw };
+    return { element, show, draw };
   }
 
-  const again = soon(() => select(runs), 100);
+  const now = () => select(runs).catch((error) => { failed.textContent = error.message; });
+  const again = soon(now, 100);
   let newest = 0;
   return {
     select,
     update(changed) {
       if (!runs.some((run) => changed.has(run))) return;
-      if (performance.now() - newest > 600) { newest = performance.now(); select(runs); } else again();
+      if (performance.now() - newest > 600) { newest = performance.now(); now(); } else again();
     },
-    close() { closed = true; },
+    close() { closed = true; abort(); watcher.disconnect(); },
   };
 }
 
-// Many runs in one line for each colour, with gaps between them: plotly takes its time for each line.
-function together(drawnRuns) {
-  const lines = new Map();
-  for (const { run, x, y } of drawnRuns) {
-    const color = colorOf(run), name = plain(run);
-    if (!lines.has(color)) lines.set(color, { x: [], y: [], customdata: [] });
-    const line = lines.get(color);
-    for (let index = 0; index < x.length; index++) {
-      line.x.push(x[index]);
-      line.y.push(y[index]);
-      line.customdata.push(name);
-    }
-    line.x.push(null);
-    line.y.push(null);
-    line.customdata.push(name);
-  }
-  return [...lines].map(([color, line]) => ({
-    type: "scatter", mode: "lines", ...line, connectgaps: false, line: { color, width: 1.4 },
-    hovertemplate: "%{customdata}<br>%{y:.6g} at %{x:,}<extra></extra>",
-  }));
+// Lines of several charts: a length, a description as JSON, and then the numbers that it lists, as they are in memory.
+async function points(parameters, signal) {
+  const response = await fetch(`/api/curves?${query(parameters)}`, { signal });
+  if (!response.ok) throw await failure(response);
+  const bytes = await response.arrayBuffer();
+  const length = new DataView(bytes).getUint32(0, true);
+  const found = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 8, length)));
+  let at = 8 + length;
+  const next = (count) => { at += 8 * count; return new Float64Array(bytes, at - 8 * count, count); };
+  for (const [name, lines] of Object.entries(found.charts)) found.charts[name] = lines.map(([run, count]) => ({ name: run, x: next(count), y: next(count) }));
+  return found;
 }
 
 // An exponential average, divided by the sum of its weights; a gap stays a gap.
@@ -150,7 +170,7 @@ export function smoothed(values, share) {
   if (!share) return values;
   let total = 0, weight = 0;
   return values.map((value) => {
-    if (value === null) return null;
+    if (!Number.isFinite(value)) return NaN;
     total = share * total + (1 - share) * value;
     weight = share * weight + (1 - share);
     return total / weight;

@@ -11,17 +11,26 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-export async function ask(path, parameters = {}, signal = undefined) {
-  const query = new URLSearchParams();
+export function query(parameters) {
+  const found = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     for (const each of Array.isArray(value) ? value : [value]) {
-      if (each !== null && each !== undefined && each !== "") query.append(name, each);
+      if (each !== null && each !== undefined && each !== "") found.append(name, each);
     }
   }
-  const response = await fetch(`/api/${path}?${query}`, { signal });
-  const found = await response.json();
-  if (!response.ok) throw new Error(found.error ?? `${response.status}`);
   return found;
+}
+
+export async function ask(path, parameters = {}) {
+  const response = await fetch(`/api/${path}?${query(parameters)}`);
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
+// What the server says is wrong; a server that fails says it in no form of ours.
+export async function failure(response) {
+  const found = await response.json().catch(() => ({}));
+  return new Error(found.error ?? `the server answers ${response.status}`);
 }
 
 export function number(value, digits = 5) {
@@ -48,6 +57,16 @@ const given = new Map();
 export function colorOf(run) {
   if (!given.has(run)) given.set(run, PALETTE[given.size % PALETTE.length]);
   return given.get(run);
+}
+
+// Loads plotly, which takes its time: only for the views that draw with it.
+let loading = null;
+export function plotly() {
+  loading ??= new Promise((resolve, reject) => {
+    const failed = () => { loading = null; reject(new Error("plotly.js cannot be loaded from the server")); };
+    document.head.append(make("script", { src: "/plotly.js", onload: () => resolve(Plotly), onerror: failed }));
+  });
+  return loading;
 }
 
 export function isDark() {

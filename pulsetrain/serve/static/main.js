@@ -26,9 +26,12 @@ function remember() {
   history.replaceState(null, "", `#${kept}`);
 }
 
+let loading = 0;
 async function load() {
+  const mine = ++loading;
   try {
     const found = await ask("runs", { where: at("where").value });
+    if (mine !== loading) return;
     at("where-error").textContent = "";
     const first = page.known.size === 0 && page.selected.size === 0;
     page.runs = found.runs;
@@ -40,7 +43,7 @@ async function load() {
     list();
     if (first || !page.current) show();
   } catch (error) {
-    at("where-error").textContent = error.message;
+    if (mine === loading) at("where-error").textContent = error.message;
   }
 }
 

@@ -1,6 +1,6 @@
 // The sweeps whose trials are listed: each trial with its values and settings, the best one first.
 
-import { ask, colorOf, make, message, number, plain, plainLayout, soon, table } from "/dom.js";
+import { ask, colorOf, make, message, number, plain, plainLayout, plotly, soon, table } from "/dom.js";
 
 const SHOWN = 500; // trials of a sweep
 
@@ -12,7 +12,8 @@ export function sweeps(view, page) {
     if (closed) return;
     view.replaceChildren(...found.map(sweep));
     if (!found.length) view.append(message("No listed run is a trial of a sweep. `pulsetrain sweep` trains one configuration with many settings."));
-    found.forEach(draw);
+    const Plotly = found.length ? await plotly() : null;
+    if (!closed) found.forEach((each) => draw(each, Plotly));
   }
 
   function sweep(each) {
@@ -46,7 +47,7 @@ export function sweeps(view, page) {
   }
 
   // The values of the first metric in the order of the trials, and the best one so far.
-  function draw(each) {
+  function draw(each, Plotly) {
     const chart = view.querySelector(`.chart[data-sweep="${CSS.escape(each.id)}"]`);
     const [metric] = each.metrics ?? [];
     const trials = (each.trials ?? []).filter((trial) => trial.values[metric] !== undefined && trial.values[metric] !== null).sort((a, b) => a.number - b.number);

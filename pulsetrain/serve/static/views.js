@@ -1,6 +1,6 @@
 // What happened: a timeline, the events, forks, and where the processes of a run are.
 
-import { ask, colorOf, make, message, number, ofOneRun, plain, plainLayout, soon } from "/dom.js";
+import { ask, colorOf, make, message, number, ofOneRun, plain, plainLayout, plotly, soon } from "/dom.js";
 
 const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
 const KINDS = { completed: "circle", stopped: "square", failed: "x", fork: "diamond", best: "star" };
@@ -14,7 +14,8 @@ export function timeline(view) {
     runs = chosen;
     if (!runs.length) { view.replaceChildren(message("Select runs at the left.")); return; }
     if (!chart.isConnected) view.replaceChildren(chart);
-    const found = await ask("marks", { run: runs });
+    const [found, Plotly] = await Promise.all([ask("marks", { run: runs }), plotly()]);
+    if (chosen !== runs) return;
     const rows = Object.keys(SYMBOLS);
     const traces = Object.entries(found).flatMap(([run, { marks }], index) =>
       rows.filter((row) => marks[row]?.length).map((row) => ({

@@ -27,14 +27,33 @@ RUN = [
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
+def nodes(**changed: object) -> list[str]:
+    """The options of a node of a run on two nodes, some of them changed."""
+    given = {"nproc": 2, "nnodes": 2, "node_rank": 0, "master_addr": "localhost", "master_port": 29400, **changed}
+    return [f"--launch.{name}={value}" for name, value in given.items()]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--launch.nprocs=2"], "--launch.nprocs: no such option; there are nproc, min_nproc"),
+        (
+            ["--launch.nprocs=2"],
+            "--launch.nprocs: no such option; there are nproc, min_nproc, nnodes, node_rank, master_addr, master_port",
+        ),
         (["--launch.nproc=none"], "--launch.nproc=none: needs a number of processes, at least 1"),
         (["--launch.nproc=0"], "--launch.nproc=0: needs a number of processes, at least 1"),
         (["--launch.min_nproc=1"], "--launch.min_nproc: needs --launch.nproc, the number of processes to start with"),
         (["--launch.nproc=1", "--launch.min_nproc=2"], "--launch.min_nproc=2: is more than --launch.nproc=1"),
+        (
+            ["--launch.nproc=2", "--launch.nnodes=2"],
+            "--launch.node_rank: is missing; a run on several nodes needs, on each of them, nnodes, node_rank, "
+            "master_addr, master_port",
+        ),
+        (nodes(nnodes=1), "--launch.nnodes=1: needs a whole number of at least 2"),
+        (nodes(node_rank=2), "--launch.node_rank=2: nodes are counted from 0, and there are 2"),
+        (nodes(master_port="x"), "--launch.master_port=x: needs a whole number of at least 1"),
+        (nodes(min_nproc=1), "--launch.min_nproc=1: is for one machine, not for 2 nodes; leave it out"),
+        (nodes()[1:], "--launch.nnodes: needs --launch.nproc, the number of processes to start with"),
     ],
 )
 def test_wrong_numbers_of_processes_are_refused(

@@ -13,14 +13,15 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from pulsetrain.cli import main
 from pulsetrain.engine import ConfigurationError
-from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.serve.access import COOKIE, is_loopback
 from pulsetrain.serve.server import _bound, app_of, serve
-from tests.support.run_folders import write_run
+from tests.support.curves import lines_of
+from tests.support.run_folders import write_counting_run, write_run
 
 
 @pytest.fixture
@@ -44,6 +45,14 @@ def ask(client: TestClient, path: str, **words: Any) -> Any:
     answer = client.get(f"/api/{path}", params=words)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def curves(client: TestClient, name: str, *runs: str, **words: Any) -> dict[str, list[list[float]]]:
+    """Places and values of a curve's points, by run."""
+    answer = client.get("/api/curves", params={"name": name, "run": list(runs), **words})
+    assert answer.status_code == 200, answer.text
+    lines, _ = lines_of(answer.content)
+    return lines[name]
 
 
 def read(client: TestClient, *runs: str) -> None:
@@ -74,37 +83,58 @@ def test_the_list_is_selected_like_pulsetrain_runs(client: TestClient):
     assert answer.status_code == 400
 
 
+def test_the_list_is_whole_while_the_folder_is_looked_through(root: Path, monkeypatch: pytest.MonkeyPatch):
+    from pulsetrain.serve import api
+    from pulsetrain.serve.changes import Changes
+    from pulsetrain.serve.store import Store
+
+    store, select = Store(root), api.select_runs
+
+    def selecting(*words: Any) -> Any:
+        found = select(*words)
+        store.refresh()  # as its thread does meanwhile
+        return found
+
+    monkeypatch.setattr(api, "select_runs", selecting)
+    client = TestClient(Starlette(routes=api.routes_of(store, Changes())))
+    try:
+        assert [run["id"] for run in ask(client, "runs")["runs"]] == ["a", "b", "more/c"]
+    finally:
+        store.close()
+
+
 def test_curves_are_read_in_the_background_and_then_drawn(client: TestClient):
     read(client, "a", "b")
     names = ask(client, "names", run=["a", "b"])
     assert names["validated"] == ["val/loss", "val/accuracy", "val/other"]
-    curves = ask(client, "curves", run=["a", "b"], name="val/loss")["curves"]
-    assert curves["b"] == {"x": [5, 10], "y": [2.0, 0.25], "of": 2}
-    part = ask(client, "curves", run="a", name="loss, each iteration", low=10, high=12)["curves"]["a"]
-    assert part["x"] == [9, 10, 11, 12, 13]
-    by_time = ask(client, "curves", run="a", name="val/loss", x="time")["curves"]["a"]
-    assert by_time["x"] == sorted(by_time["x"])
-    assert by_time["x"][0] > 0
+    assert curves(client, "val/loss", "a", "b")["b"] == [[5, 10], [2.0, 0.25]]
+    part = curves(client, "loss, each iteration", "a", low=10, high=12)["a"]
+    assert part[0] == [9, 10, 11, 12, 13]
+    times, _ = curves(client, "val/loss", "a", x="time")["a"]
+    assert times == sorted(times)
+    assert times[0] > 0
+    answer = client.get("/api/curves", params={"name": ["val/loss", "val/other", "none"], "run": ["a", "b"]})
+    several, _ = lines_of(answer.content)
+    assert {name: list(lines) for name, lines in several.items()} == {
+        "val/loss": ["a", "b"], "val/other": ["a", "b"], "none": [],
+    }  # fmt: skip
+    assert several["val/other"]["b"] == [[5, 10], [0.5, 0.5]]
 
 
 def test_curves_by_tokens_of_the_runs_that_count_them(root: Path):
-    writer = LogWriter(root / "counting" / "events")
-    for seq in range(1, 11):
-        at = {"epoch": 1, "iteration": seq // 2 + 1, "seq": seq, "t": 10**18 + seq}
-        observed, payload = ({"tokens": 100 * at["iteration"]}, {"metrics": {"a": 0.5}}) if seq % 4 == 1 else (None, {})
-        name = "metrics_logged" if payload else "iteration_completed"
-        writer.add(
-            LoggedEvent(seq, "trainer", name, payload=payload or None, observed=observed, output={"b": 1.0}, **at)
-        )
-    writer.close()
+    write_counting_run(root / "counting")
     app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
     try:
         client = TestClient(app, base_url="http://127.0.0.1")
         read(client, "a", "counting")
         assert ask(client, "names", run=["a", "counting"])["tokens"]
         assert not ask(client, "names", run="a")["tokens"]
-        curves = ask(client, "curves", run=["a", "counting"], name="b, each iteration", x="tokens")["curves"]
-        assert {name: each["x"] for name, each in curves.items()} == {"counting": [200, 200, 300, 400, 400, 500, 600]}
+        read(client, "b")
+        words = {"run": ["a", "b", "counting"], "name": "loss, each iteration", "x": "tokens"}
+        charts, uncounted = lines_of(client.get("/api/curves", params=words).content)
+        found = charts["loss, each iteration"]
+        assert {name: x for name, (x, _) in found.items()} == {"counting": [200, 200, 300, 400, 400, 500, 600]}
+        assert uncounted == ["a", "b"]
     finally:
         close()
 
@@ -117,7 +147,7 @@ def test_a_run_that_is_going_is_read_as_it_grows(root: Path):
     try:
         (status,) = [each["status"] for each in ask(client, "runs")["runs"] if each["id"] == "live"]
         if status in ("running", "stalled"):
-            assert ask(client, "curves", run="live", name="val/loss")["curves"]["live"]["y"] == [1.0]
+            assert curves(client, "val/loss", "live")["live"][1] == [1.0]
         else:
             read(client, "live")
     finally:
@@ -202,7 +232,7 @@ def test_a_run_that_was_removed_does_not_hide_the_others(client: TestClient, roo
     found = ask(client, "names", run=["a", "gone"])
     assert found["gone"] == ["gone"]
     assert "val/loss" in found["names"]
-    assert list(ask(client, "curves", run=["gone", "a"], name="val/loss")["curves"]) == ["a"]
+    assert list(curves(client, "val/loss", "gone", "a")) == ["a"]
     assert list(ask(client, "marks", run=["gone", "a"])) == ["a"]
 
 

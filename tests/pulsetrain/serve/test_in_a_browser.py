@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,13 +10,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.chromium import headless, needs_chromium, until
-from tests.support.run_folders import write_run
+from tests.support.run_folders import write_counting_run, write_run
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -59,13 +61,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def address(root: Path) -> Iterator[str]:
+@contextmanager
+def served(root: Path) -> Iterator[str]:
     words = [sys.executable, "-m", "pulsetrain", "serve", str(root), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        yield server.stdout.readline().rpartition(": ")[2].strip()
-        server.terminate()
+        try:
+            yield server.stdout.readline().rpartition(": ")[2].strip()
+        finally:
+            server.terminate()
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
+    with served(root) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ def chromium() -> Iterator[Any]:
 def browser(chromium: Any, address: str) -> Any:
     chromium.get("about:blank")
     chromium.get(address)
-    until(chromium, lambda: chromium.find_elements("css selector", ".chart .trace"))
+    until(chromium, lambda: chromium.find_elements("css selector", ".chart[data-points]"))
     yield chromium
     said = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]
     assert not [line for line in said if "/api/" not in line["message"]]  # a refused question is answered by 400
@@ -126,27 +136,64 @@ def test_a_condition_selects_and_a_wrong_one_says_why(browser: Any):
 
 def test_a_zoom_of_one_chart_zooms_all(browser: Any):
     drawn = chart(browser, "loss, each iteration")
-    browser.execute_script("arguments[0].scrollIntoView()", drawn)
-    area = drawn.find_element("css selector", ".nsewdrag")
+    ranges = "return [...document.querySelectorAll('.chart')].map(c => c.dataset.x).filter(Boolean).map(JSON.parse)"
+    until(browser, lambda: len(browser.execute_script(ranges)) >= 3)
+    area = drawn.find_element("css selector", ".area")
     move = ActionChains(browser).move_to_element_with_offset(area, -100, 0).click_and_hold()
     move.move_by_offset(100, 0).release().perform()
 
-    def ranges() -> list[list[float]]:
-        script = "return [...document.querySelectorAll('.chart')].filter(c => c.layout).map(c => c.layout.xaxis.range)"
-        return browser.execute_script(script)  # type: ignore[no-any-return]
+    def are_all(narrow: bool) -> bool:
+        found = browser.execute_script(ranges)
+        return len({tuple(each) for each in found}) == 1 and (found[0][1] - found[0][0] < 15) is narrow
 
-    until(browser, lambda: len({tuple(each) for each in ranges()}) == 1 and ranges()[0][1] - ranges()[0][0] < 20)
+    until(browser, lambda: are_all(narrow=True))
+    lines = browser.execute_script("return arguments[0].lines.map(line => [...line.x])", drawn)
+    low, high = browser.execute_script("return JSON.parse(arguments[0].dataset.x)", drawn)
+    assert all(len([x for x in line if x < low]) == len([x for x in line if x > high]) == 1 for line in lines)
+    ActionChains(browser).move_to_element(area).double_click().perform()
+    until(browser, lambda: browser.execute_script("return JSON.parse(arguments[0].dataset.x)", drawn) == [1, 24])
+
+
+def test_a_chart_below_the_window_is_drawn_once_it_is_seen(browser: Any, address: str):
+    browser.set_window_size(500, 600)
+    try:
+        browser.get("about:blank")
+        browser.get(address)
+        chart(browser, "val/loss")
+        last = "[...document.querySelectorAll('.chart')].at(-1)"
+        assert browser.execute_script(f"return {last}.getBoundingClientRect().top > innerHeight + 100")
+        assert browser.execute_script(f"return {last}.dataset.points") is None
+        browser.execute_script(f"{last}.scrollIntoView()")
+        until(browser, lambda: browser.execute_script(f"return {last}.dataset.points"))
+    finally:
+        browser.set_window_size(1400, 1100)
+
+
+def test_the_nearest_point_is_named(browser: Any):
+    drawn = chart(browser, "val/loss")
+    until(browser, lambda: drawn.get_attribute("data-points") == "18")
+    area = drawn.find_element("css selector", ".area")
+    for step in range(0, area.size["height"], 20):  # the line's end is somewhere at the right edge
+        ActionChains(browser).move_to_element_with_offset(
+            area, area.size["width"] // 2 - 12, step - area.size["height"] // 2
+        ).perform()
+        if said := text(browser, ".tip"):
+            break
+    run, _, place = said.partition("\n")
+    assert run in ("a", "b", HOSTILE)
+    assert place.endswith(" at 24")
 
 
 def test_smoothing_and_log_change_what_is_drawn(browser: Any):
     drawn = chart(browser, "loss, each iteration")
-    values = "return arguments[0].data[0].y.slice(0, 5)"
-    before = browser.execute_script(values, drawn)
+    values = "return [...arguments[0].lines[0].y.slice(0, 5)]"
+    before, axis = browser.execute_script(values, drawn), drawn.get_attribute("data-y")
     slider = "document.getElementById('smoothing')"
     browser.execute_script(f"{slider}.value = 0.9; {slider}.dispatchEvent(new Event('input'))")
     until(browser, lambda: browser.execute_script(values, drawn) != before)
     browser.find_element("css selector", "#log").click()
-    until(browser, lambda: browser.execute_script("return arguments[0].layout.yaxis.type", drawn) == "log")
+    until(browser, lambda: drawn.get_attribute("data-y") != axis)
+    assert min(json.loads(drawn.get_attribute("data-y"))) > 0
 
 
 def test_the_axis_of_a_constant_is_near_its_value(browser: Any):
@@ -155,9 +202,27 @@ def test_the_axis_of_a_constant_is_near_its_value(browser: Any):
         next(each for each in boxes if each.get_attribute("data-run") == other).find_element(
             "tag name", "input"
         ).click()
+    until(browser, lambda: browser.find_elements("css selector", '.chart[data-metric="learning_rate"]'))
+    browser.execute_script("document.querySelector('.chart[data-metric=learning_rate]').scrollIntoView()")
     drawn = chart(browser, "learning_rate")
-    axis = "return [...arguments[0]._fullLayout.yaxis.range]"
-    until(browser, lambda: browser.execute_script(axis, drawn) == pytest.approx([0.009, 0.011]))
+    until(browser, lambda: json.loads(drawn.get_attribute("data-y")) == pytest.approx([0.009, 0.011]))
+
+
+def test_runs_without_token_counts_are_named(chromium: Any, tmp_path: Path):
+    write_counting_run(tmp_path / "counting")
+    for name in ("old", "older"):
+        write_run(tmp_path / name, [1.0, 0.5])
+    with served(tmp_path) as address:
+        chromium.get(address)
+        until(chromium, lambda: chart(chromium, "loss, each iteration").get_attribute("data-runs") == "3")
+        axis = chromium.find_element("css selector", '[aria-label="X axis"]')
+        axis.find_element("css selector", "[value=tokens]").click()
+        said = until(chromium, lambda: text(chromium, "#omitted"))
+        assert said.startswith("Without 2 of 3 runs, whose logs have no token counts: old, older.")
+        assert chart(chromium, "loss, each iteration").get_attribute("data-runs") == "1"
+        axis.find_element("css selector", "[value=iteration]").click()
+        until(chromium, lambda: chart(chromium, "loss, each iteration").get_attribute("data-runs") == "3")
+        assert text(chromium, "#omitted") == ""
 
 
 def test_every_view_shows_the_runs(browser: Any):
@@ -199,8 +264,8 @@ def test_a_run_that_trains_is_drawn_while_it_does(browser: Any, root: Path):
         browser.find_element("css selector", '#runs li[data-run="live"] input').click()
 
         def newest() -> float:
-            newest = "filter(t => t.name === 'live').map(t => t.x.at(-1))"
-            script = f"return Math.max(...({CHART}?.data ?? []).{newest}, 0)"
+            newest = "filter(line => line.name === 'live').map(line => line.x.at(-1))"
+            script = f"return Math.max(...({CHART}?.lines ?? []).{newest}, 0)"
             return float(browser.execute_script(script, "loss, each iteration"))
 
         until(browser, lambda: newest() > 24)  # further than the other runs
@@ -220,10 +285,8 @@ def test_a_trial_of_a_sweep_leads_to_its_curves(chromium: Any, tmp_path: Path, m
     add_trials(spec_of(tmp_path, "val/loss", monkeypatch, "<b>sweep"), 2)
     for number in range(2):
         write_run(tmp_path / "<b>sweep" / "trials" / f"{number:04}", [1.0, 0.5])
-    words = [sys.executable, "-m", "pulsetrain", "serve", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        chromium.get(server.stdout.readline().rpartition(": ")[2].strip() + "#view=Sweeps")
+    with served(tmp_path) as address:
+        chromium.get(f"{address}#view=Sweeps")
         until(chromium, lambda: text(chromium, "h2") == "<b>sweep")
         assert "2 completed, 1 failed; the best is trial 1: val/loss 0.5" in text(chromium, ".summary")
         assert "<script>alert(1)</script>" in text(chromium)
@@ -232,7 +295,6 @@ def test_a_trial_of_a_sweep_leads_to_its_curves(chromium: Any, tmp_path: Path, m
         until(chromium, lambda: chart(chromium, "val/loss").get_attribute("data-points") == "2")
         selected = "return [...document.querySelectorAll('#runs li')].filter(e => e.querySelector('input').checked)"
         assert chromium.execute_script(f"{selected}.map(e => e.dataset.run)") == ["<b>sweep/trials/0001"]
-        server.terminate()
 
 
 def test_a_run_that_is_removed_while_it_is_shown_leaves_the_others(browser: Any, root: Path):
@@ -244,7 +306,7 @@ def test_a_run_that_is_removed_while_it_is_shown_leaves_the_others(browser: Any,
     until(browser, lambda: not browser.find_elements("css selector", '#runs li[data-run="gone"]'), 60)
     until(browser, lambda: "gone" not in browser.current_url)
     browser.find_element("css selector", '#runs li[data-run="b"] input').click()
-    names = f"return ({CHART}?.data ?? []).map(each => each.name)"
+    names = f"return ({CHART}?.lines ?? []).map(each => each.name)"
     until(browser, lambda: "b" not in (found := browser.execute_script(names, "val/loss")) and found)
     assert text(browser, "#view-error") == ""
 

@@ -52,7 +52,7 @@ def test_points_are_those_of_the_report(tmp_path: Path):
         assert (list(points[0]), list(points[2])) == (list(at), list(values))
     assert series.points("no such curve") is None
     assert about.validated == ["val/loss", "val/accuracy", "val/other"]
-    assert about.marks["validations"][0][:2] == (5, "validated: val/loss 1, val/accuracy 0, val/other 0.5")
+    assert series.happened().marks["validations"][0][:2] == (5, "validated: val/loss 1, val/accuracy 0, val/other 0.5")
 
 
 def test_stored_points_are_the_same_and_known_by_their_sign(tmp_path: Path):
@@ -72,8 +72,9 @@ def test_stored_points_are_the_same_and_known_by_their_sign(tmp_path: Path):
     StoredSeries.write(kept, series, "another")  # replaces it
     assert StoredSeries.open(kept, "another") is not None
     assert [each.name for each in kept.parent.iterdir()] == ["a"]
-    (kept / "0.at").write_bytes(b"damaged")
-    assert stored.points(stored.about.names[0]) is None
+    assert stored.happened() == series.happened()
+    (kept / "points").write_bytes(b"damaged")
+    assert stored.opened().points(stored.about.names[0]) is None
 
 
 def test_a_log_that_grows_is_read_on(tmp_path: Path):

@@ -14,6 +14,7 @@ import pytest
 
 from pulsetrain.cli import main
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.runs.summary import summarize
 from pulsetrain.submit.cluster_job import ClusterJob
 from pulsetrain.submit.slurm import script, submit
 from pulsetrain.submit.submission import Resources, Submission
@@ -26,6 +27,10 @@ GOLDEN = Path(__file__).with_name("golden_slurm.sh")
 TRAIN = ("train", "base.yaml", "--folder=runs/a", "--resume=latest", "--wait")
 NEEDS = Resources(
     processes=4, nodes=2, gpus=4, cpus=8, memory=64 * 1024, minutes=720, partition="gpu", account="vision"
+)
+SWEEP = (
+    "config: base.yaml\nfolder: out\nsampler: grid\nmetric: val/loss\n"
+    "space: {training.learning_rate: [1e-3, 1e-2, 2e-2, 3e-2]}\n"
 )
 
 
@@ -101,10 +106,7 @@ def test_a_job_that_is_preempted_is_requeued_and_resumes(slurm: Path, processes:
 @pytest.mark.slow
 def test_the_workers_of_a_sweep_share_out_its_trials(slurm: Path) -> None:
     write_run(Path())
-    Path("s.yaml").write_text(
-        "config: base.yaml\nfolder: out\nsampler: grid\nmetric: val/loss\n"
-        "space: {training.learning_rate: [1e-3, 1e-2, 2e-2, 3e-2]}\n"
-    )
+    Path("s.yaml").write_text(SWEEP)
     assert main(["submit", "s.yaml", "--to", "slurm", "--workers", "2"]) == 0
     until(lambda: (slurm / "ended-72").exists() and (slurm / "ended-73").exists())
     assert [(slurm / f"ended-{job}").read_text() for job in (72, 73)] == ["0", "0"]
@@ -133,6 +135,49 @@ def test_a_job_of_submitits_local_executor_is_interrupted_and_resumes(
     assert job.result() == 0
     assert loads(Path("a")) == 1
     assert max(losses(Path("a"))) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_a_job_that_gets_sigterm_waits_for_slurm_to_requeue_or_to_end_it(tmp_path: Path, command: str) -> None:
+    """A job that ends before that, or fails, is not requeued."""
+    write_run(tmp_path, pause=0.03)
+    (tmp_path / "s.yaml").write_text(SWEEP)
+    words = {"train": ["train", "base.yaml", "--folder=out"], "sweep": ["sweep", "s.yaml", "--workers=1"]}[command]
+    program = "from pulsetrain.submit import cluster_job; cluster_job._wait_for_end = lambda: print('waits')\n"
+    task = subprocess.Popen(
+        [sys.executable, "-c", f"{program}cluster_job.ClusterJob({words})()"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until(lambda: list(tmp_path.glob("out/**/checkpoints/0*/manifest.json")))
+    (child,) = Path(f"/proc/{task.pid}/task/{task.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGTERM)
+    printed, errors = task.communicate()
+    assert printed.splitlines()[-1] == "waits", errors
+    assert task.returncode == 143, errors
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_to_be_requeued_has_stopped_its_trial_before(tmp_path: Path) -> None:
+    """Slurm ends what is left of a job that is requeued, such as a trial that has not saved yet."""
+    write_run(tmp_path, pause=0.1)
+    (tmp_path / "s.yaml").write_text(SWEEP)
+    program = (
+        "import signal, sys\n"
+        "from pulsetrain.submit.cluster_job import ClusterJob\n"
+        "job = ClusterJob(['sweep', 's.yaml', '--workers=1'])\n"
+        "signal.signal(signal.SIGUSR2, lambda number, frame: (job.checkpoint(), sys.exit(7)))\n"
+        "job()"
+    )
+    slurm = {**os.environ, "SLURM_JOB_ID": "71", "SLURM_PROCID": "0"}
+    task = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, env=slurm, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    until(lambda: list(tmp_path.glob("out/trials/*/checkpoints/0*/manifest.json")))
+    os.killpg(task.pid, signal.SIGUSR2)
+    assert task.wait() == 7
+    (trial,) = (file.parent for file in tmp_path.glob("out/trials/*/run.json"))
+    assert summarize(trial).status == "stopped"
 
 
 @pytest.mark.slow

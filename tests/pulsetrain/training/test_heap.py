@@ -21,29 +21,57 @@ def resident() -> int:
     return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
 
-@pytest.mark.skipif(heap._functions() is None, reason="another C library than glibc")
-def test_free_memory_between_blocks_that_stay_is_given_back():
-    kept, freed = [], []
-    for _ in range(2000):  # too small for the C library to map each of them apart from the heap
-        freed.append(torch.ones(30_000))
-        kept.append(torch.ones(1000))
-    heap.give_back_free_memory()  # what was free before
+class Blocks:
+    """Large blocks of the heap with small ones between them."""
+
+    def __init__(self, number: int) -> None:
+        self.kept, self.freed = [], []
+        for _ in range(number):  # too small for the C library to map each of them apart from the heap
+            self.freed.append(torch.ones(30_000))
+            self.kept.append(torch.ones(1000))
+
+
+needs_glibc = pytest.mark.skipif(heap._functions() is None, reason="another C library than glibc, or not Linux")
+
+
+@needs_glibc
+def test_free_memory_between_blocks_that_stay_is_given_back_after_growth():
+    run = heap.Heap()
+    assert not run.trim()  # the usual size
+    blocks = Blocks(2000)
     before = resident()
-    freed.clear()
-    assert heap.give_back_free_memory()
+    blocks.freed.clear()
+    assert run.trim()
     assert resident() < before - 150e6
-    assert len(kept) == 2000
+    assert len(blocks.kept) == 2000
 
 
-def test_with_little_free_memory_nothing_happens(monkeypatch):
-    monkeypatch.setattr(heap, "KEPT", 2**60)
-    assert not heap.give_back_free_memory()
+@needs_glibc
+def test_free_memory_that_the_next_step_needs_stays():
+    run = heap.Heap()
+    blocks = Blocks(2000)
+    blocks.freed.clear()
+    size = resident()
+    for _ in range(3):
+        assert not run.trim()
+    assert resident() > size - 50e6
+
+
+@needs_glibc
+def test_growth_that_is_still_there_after_giving_back_becomes_the_usual_size(monkeypatch):
+    free = Blocks(2000)
+    free.freed.clear()
+    sizes = iter([1e9, 1.2e9, 1.2e9, 1.21e9, 1.3e9, 1e9, 1.3e9])
+    monkeypatch.setattr(heap, "_resident", lambda: int(next(sizes)))
+    monkeypatch.setattr(heap, "_functions", lambda: (lambda: heap._Usage(fordblks=10**9), lambda pad: 1))
+    run = heap.Heap()
+    assert [run.trim() for _ in range(7)] == [False, True, False, False, True, False, True]
 
 
 def test_another_c_library_has_nothing_to_call(monkeypatch):
     monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())
     heap._functions.cache_clear()
-    assert not heap.give_back_free_memory()
+    assert not heap.Heap().trim()
     heap._functions.cache_clear()
 
 

@@ -1,0 +1,113 @@
+"""Training in a notebook: a bar and the losses below the cell, and errors that fit on a screen."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+
+from tests.support.notebooks import execute, notebook_of, traceback_of  # noqa: E402  # it imports them
+
+pytestmark = pytest.mark.slow
+
+CELLS = {
+    "trains": """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from pulsetrain import Events, SupervisedStrategy, Trainer, TrainingConfig
+
+model, pairs = nn.Linear(4, 1), [(torch.randn(4), torch.randn(1)) for _ in range(256)]
+train, val = DataLoader(pairs, batch_size=4), DataLoader(pairs, batch_size=64)
+config = TrainingConfig(max_epochs=3, log_every_n_steps=10)
+Trainer(model, train, val, strategy=SupervisedStrategy("mse"), config=config).train();
+""",
+    "is quiet": """
+quiet = TrainingConfig(max_epochs=1, progress=False)
+Trainer(model, train, val, strategy=SupervisedStrategy("mse"), config=quiet).train();
+""",
+    "gets a wrong shape": """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x)
+
+wrong = DataLoader([(torch.randn(3), torch.randn(1)) for _ in range(8)], batch_size=4)
+trainer = Trainer(nn.Sequential(Block()), wrong, wrong, strategy=SupervisedStrategy("mse"))
+trainer.train()
+""",
+    "shows all calls": "%xmode Verbose\n%tb",
+    "debugs": "import sys, traceback\ntraceback.print_last()",
+    "validates a wrong shape": "%xmode Context\ntrainer.validate()",
+    "fails in a handler": """
+trainer = Trainer(model, train, strategy=SupervisedStrategy("mse"), config=quiet)
+
+@trainer.on(Events.ITERATION_COMPLETED)
+def divide(trainer):
+    1 / 0
+
+trainer.train()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each cell shows."""
+    notebook = notebook_of(CELLS.values())
+    found = execute(notebook, tmp_path_factory.mktemp("notebook"), allow_errors=True)
+    return dict(zip(CELLS, found, strict=True))
+
+
+def test_a_run_shows_a_bar_and_a_picture_of_its_losses(outputs: dict[str, list[Any]]) -> None:
+    bar, curve = (each for each in outputs["trains"] if each.output_type == "display_data")
+    assert 'value="192" max="192"' in bar.data["text/html"]
+    assert "epoch 3/3, iteration 192/192 (100%)" in bar.data["text/plain"]
+    assert "val/loss=" in bar.data["text/plain"]
+    assert base64.b64decode(curve.data["image/png"]).startswith(b"\x89PNG")
+
+
+def test_nothing_is_written_as_if_it_were_an_error(outputs: dict[str, list[Any]]) -> None:
+    streams = {each.name: each.text for each in outputs["trains"] if each.output_type == "stream"}
+    assert streams.keys() == {"stdout"}
+    assert "Ended after 192 iterations" in streams["stdout"]
+
+
+def test_progress_false_shows_nothing(outputs: dict[str, list[Any]]) -> None:
+    assert outputs["is quiet"] == []
+
+
+@pytest.mark.parametrize("cell", ["gets a wrong shape", "validates a wrong shape"])
+def test_a_wrong_shape_takes_less_than_25_lines_with_the_cause_last(cell: str, outputs: dict[str, list[Any]]) -> None:
+    lines = traceback_of(outputs[cell])
+    assert len(lines) < 25
+    assert lines[-2].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x1)")
+    assert lines[-1] == "given inputs float32 (4, 3), targets float32 (4, 1)"
+
+
+def test_the_calls_in_the_users_own_code_are_shown(outputs: dict[str, list[Any]]) -> None:
+    text = "\n".join(traceback_of(outputs["gets a wrong shape"]))
+    assert "trainer.train()" in text
+    assert "return self.linear(x)" in text
+    assert "further calls are not shown; %xmode Verbose and %tb show them" in text
+
+
+def test_the_whole_traceback_can_be_shown(outputs: dict[str, list[Any]]) -> None:
+    for text in ("\n".join(traceback_of(outputs["shows all calls"])), outputs["debugs"][0].text):
+        for file in ("pulsetrain/trainer.py", "events/engine.py", "torch/nn/modules/linear.py"):
+            assert file in text
+        assert text.rstrip().endswith("given inputs float32 (4, 3), targets float32 (4, 1)")
+
+
+def test_an_error_of_a_handler_shows_its_line(outputs: dict[str, list[Any]]) -> None:
+    lines = traceback_of(outputs["fails in a handler"])
+    assert len(lines) < 25
+    assert any("1 / 0" in line and line.startswith("---->") for line in lines)
+    assert lines[-2] == "ZeroDivisionError: division by zero"
