@@ -69,12 +69,18 @@ ELSEWHERE = {  # where the Python of a page is tested otherwise
     "README.md": "tests/test_readme.py",
     "testing.md": "tests/test_readme.py",
     "troubleshooting.md": "tests/test_troubleshooting.py",
-    "distributed.md": "tests/pulsetrain/training/test_distributed_guide.py",
+    **dict.fromkeys(
+        ("distributed.md", "model_parallel.md", "virtual_ranks.md"),
+        "tests/pulsetrain/training/test_distributed_guide.py",
+    ),
 }
 NOT_RUN = {  # a page, a text that occurs in one of its blocks of Python, and why the block does not run
-    ("distributed.md", "tensor_plan"): "a fragment; tests/pulsetrain/training/test_tensor_parallel.py has such plans",
-    ("distributed.md", "MegatronGPT("): "needs a GPU; tests/engine/backends/test_megatron.py",
-    ("distributed.md", "describe_llama("): "needs a GPU; tests/engine/backends/test_megatron.py",
+    (
+        "model_parallel.md",
+        "tensor_plan",
+    ): "a fragment; tests/pulsetrain/training/test_tensor_parallel.py",
+    ("model_parallel.md", "MegatronGPT("): "needs a GPU; tests/engine/backends/test_megatron.py",
+    ("model_parallel.md", "describe_llama("): "needs a GPU; tests/engine/backends/test_megatron.py",
     ("huggingface.md", "Topology(shard=2)"): "needs two processes; tests/engine/distributed/test_pretrained.py",
     ("huggingface.md", "load_in_4bit"): "needs bitsandbytes; tests/integration/test_quantised_adapters.py",
     ("huggingface.md", "HuggingFaceExporter("): "a fragment; tests/integration/test_hugging_face_exports.py",

@@ -78,7 +78,7 @@ class ByteGPT(nn.Module):
         ValueError: a size is not positive, width does not divide into heads of even size, or dropout is not in [0, 1).
     """
 
-    pipeline_plan = "blocks"  # the layers that several processes can share out, see docs/distributed.md
+    pipeline_plan = "blocks"  # the layers that several processes can share out, see docs/model_parallel.md
 
     cos: Tensor
     sin: Tensor

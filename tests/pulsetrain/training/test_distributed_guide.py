@@ -1,4 +1,4 @@
-"""The Python and YAML of docs/distributed.md, in two processes."""
+"""The Python and YAML of the pages about several processes, in two processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import in_one_process, linear, make
 
-GUIDE = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+PAGES = ("distributed.md", "model_parallel.md", "virtual_ranks.md")
+GUIDE = "\n".join((Path(__file__).parents[3] / "docs" / page).read_text() for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:
