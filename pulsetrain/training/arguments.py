@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 _OUTPUT = (
-    Alert, Checkpointer, CrashBundle, HuggingFaceExporter, MetricLogger, Plots, Profiler, ProgressBar, RunSummary,
+    Alert, Checkpointer, CrashBundle, HuggingFaceExporter, MetricLogger, NotebookCurve, Plots, Profiler, ProgressBar, RunSummary,
     SampleText,
 )  # fmt: skip
 
