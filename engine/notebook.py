@@ -7,12 +7,19 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 __all__ = ["CellOutput", "notebook_shell", "shorten_traceback"]
 
-_INSTALLED = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*[\\/](site|dist)-packages[\\/]")
+# files of this package, of Python's standard library, and of packages that are installed
+_LIBRARY = re.compile(
+    rf"{re.escape(str(Path(__file__).parents[1]))}[\\/]|{re.escape(sysconfig.get_path('stdlib'))}[\\/]"
+    r"|.*[\\/](site|dist)-packages[\\/]"
+)
+# a call in the traceback that torch writes into the message of an error of a DataLoader's worker
+_CALL_IN_WORKER = re.compile(r'  File "(?P<file>[^"]+)", line .*\n(?:    .*\n)*')
 
 
 def notebook_shell() -> Any | None:
@@ -77,6 +84,7 @@ def _render() -> list[str]:
         lines = formatter.structured_traceback(type(error), error, error.__traceback__, tb_offset=0)
     if left_out:
         notes = len(getattr(error, "__notes__", ()))  # which follow the error as lines of their own
+        lines[-1 - notes] = _without_calls_in_workers(lines[-1 - notes])
         lines.insert(-1 - notes, f"({left_out} further calls are not shown; %xmode Verbose and %tb show them)\n")
     return lines
 
@@ -110,9 +118,24 @@ def _calls(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_of_library(call: TracebackType) -> bool:
-    """Whether it is code of this package, of an installed one, or of Python's standard library."""
-    name = call.tb_frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] == "pulsetrain" or bool(_INSTALLED.match(call.tb_frame.f_code.co_filename))
+    return bool(_LIBRARY.match(call.tb_frame.f_code.co_filename))
+
+
+def _without_calls_in_workers(text: str) -> str:
+    r"""The text of an error without the calls in libraries that a DataLoader's worker has made.
+
+    >>> error = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+    >>> calls = f'  File "{re.__file__}", line 1, in sub\n    go()\n  File "data.py", line 7, in read\n    rows[9]\n'
+    >>> print(_without_calls_in_workers(f"{error}{calls}KeyError: 9\n"))
+    Caught KeyError in DataLoader worker process 0.
+    Original Traceback (most recent call last):
+      File "data.py", line 7, in read
+        rows[9]
+    KeyError: 9
+    """
+    if "Original Traceback" not in text:
+        return text
+    return _CALL_IN_WORKER.sub(lambda call: "" if _LIBRARY.match(call["file"]) else call[0], text).rstrip("\n")
 
 
 def _chained(calls: list[TracebackType]) -> TracebackType | None:

@@ -55,8 +55,8 @@ __all__ = [
 ]
 
 _OUTPUT = (
-    Alert, Checkpointer, CrashBundle, HuggingFaceExporter, MetricLogger, Plots, Profiler, ProgressBar, RunSummary,
-    SampleText,
+    Alert, Checkpointer, CrashBundle, HuggingFaceExporter, MetricLogger, NotebookCurve, Plots, Profiler, ProgressBar,
+    RunSummary, SampleText,
 )  # fmt: skip
 
 _READS_WEIGHTS = (BestModel, CrashBundle)

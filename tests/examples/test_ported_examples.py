@@ -100,19 +100,19 @@ def shared(found: Any) -> Any:
     return InOurOrder(found)
 
 
-def run_ours(name: str, folder: Path) -> Any:
-    """The model after the program."""
+def run_ours(name: str, folder: Path, seed: int = SEED) -> Any:
+    """The model after the program; the seed is that of its first weights."""
     make_model, make_data, length = PROGRAMS[name]
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model = make_model()
     import_module(f"examples.ported.{name}").train(model, make_data(), str(folder), **length)
     return model
 
 
-def run_original(name: str, folder: Path) -> Any:
-    """The model after the original, with the same random numbers."""
+def run_original(name: str, folder: Path, seed: int = SEED) -> Any:
+    """The same for the original, with the same random numbers."""
     make_model, make_data, length = PROGRAMS[name]
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model = make_model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(actor_critic, "Actors", SeededActors)
@@ -188,10 +188,10 @@ def test_both_end_with_the_same_weights_and_the_same_best_ones(name: str, tmp_pa
 @pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*LeafSpec.*:FutureWarning")  # Lightning
 @pytest.mark.parametrize("name", NAMES)
 def test_both_resume(name: str, tmp_path: Path) -> None:
-    """A second run continues after the last checkpoint, where nothing is left to train."""
+    """A second run, from other weights, continues after the last checkpoint, where nothing is left to train."""
     for run in (run_ours, run_original):
         folder = tmp_path / run.__name__
-        assert difference(run(name, folder), run(name, folder)) == 0.0
+        assert difference(run(name, folder), run(name, folder, seed=1)) == 0.0
 
 
 @pytest.mark.slow
@@ -202,5 +202,5 @@ def test_the_gan_learns_and_draws(tmp_path: Path) -> None:
         fake, (real,) = found["generator"](torch.randn(512, models.NOISE)), next(iter(data.real_images()))
         loss = models.discriminator_loss(found["discriminator"](fake), found["discriminator"](real))
     assert loss < 2 * math.log(2)  # that of a discriminator that only guesses
-    assert (fake.mean(0) - real.mean(0)).abs().mean() < (real.mean(0) - 0).abs().mean()  # than without training
+    assert (fake.mean(0) - real.mean(0)).abs().mean() < real.mean(0).abs().mean()  # that of images in plain grey
     assert (tmp_path / "samples.png").read_bytes().startswith(b"\x89PNG")

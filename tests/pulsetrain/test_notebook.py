@@ -50,6 +50,17 @@ trainer.train()
 tokens = TrainingConfig(max_tokens=100)
 Trainer(model, wrong, strategy=PretrainStrategy(), config=tokens)
 """,
+    "reads a ragged batch in a worker": """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return torch.randn(3 + row % 2), torch.randn(1)
+
+ragged = DataLoader(Rows(), batch_size=4, num_workers=1)
+Trainer(model, ragged, strategy=SupervisedStrategy("mse")).train()
+""",
     "names an unknown argument": "Trainer(model, train, lr=0.1)",
     "fails in a handler": """
 trainer = Trainer(model, train, strategy=SupervisedStrategy("mse"), config=silent)
@@ -108,6 +119,13 @@ def test_an_error_of_the_constructor_is_as_short(cell: str, cause: str, outputs:
     lines = traceback_of(outputs[cell])
     assert len(lines) < 15
     assert lines[-1].startswith(cause)
+
+
+def test_an_error_in_a_worker_is_shown_without_the_calls_of_its_libraries(outputs: dict[str, list[Any]]) -> None:
+    lines = traceback_of(outputs["reads a ragged batch in a worker"])
+    assert len(lines) < 25
+    assert "RuntimeError: Caught RuntimeError in DataLoader worker process 0." in lines
+    assert lines[-1].startswith("RuntimeError: stack expects each tensor to be equal size")
 
 
 def test_the_calls_in_the_users_own_code_are_shown(outputs: dict[str, list[Any]]) -> None:
