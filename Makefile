@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first target creates with $(PYTHON). Paths are relative, so the checkout can be anywhere.
 
 PYTHON ?= python3
+PYTHONS := 3.11 3.12 3.13
 ARGS ?=
 
 VENV := .venv
@@ -22,7 +23,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu install install-dev lint types contracts pytest architecture coverage faults ignite-suite docs format bench perf-check clean FORCE
+.PHONY: help demo test test-slow test-gpu pythons lowest install install-dev lint types contracts pytest architecture coverage faults ignite-suite docs format bench perf-check clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +59,16 @@ test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmar
 test-gpu: $(VENV)/installed-dev ## the tests that need an NVIDIA GPU; the others do not see it
 	$(step) 'Tests on a GPU (pytest)'
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+pythons: ## make test with each Python version that is supported, each in an environment of its own below build/
+	@for each in $(PYTHONS); do $(MAKE) PYTHON=python$$each VENV=build/python-$$each test || exit; done
+
+lowest: $(VENV)/place ## the tests of the engine with the lowest versions that pyproject.toml accepts, in build/lowest
+	$(step) 'Tests with the lowest versions (pytest)'
+	@$(BIN)/python -m venv build/lowest
+	@build/lowest/bin/python -m pip install --quiet $$($(BIN)/python tests/lowest_versions.py) $(TEST_TOOLS)
+	@build/lowest/bin/python -m pip install --quiet --no-deps -e .
+	@build/lowest/bin/python -m pytest -m 'not slow' $(or $(ARGS),tests/engine/events tests/engine/recording tests/engine/step tests/engine/data tests/engine/checkpoint)
 
 docs: $(VENV)/installed-dev ## the documentation as a site, in build/site; warnings are errors
 	$(step) 'Documentation (mkdocs)'

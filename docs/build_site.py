@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 BESIDE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 CONFIGURATION, COMMANDS = "reference/configuration.md", "reference/commands.md"
 PACKAGES = {  # each has one page
@@ -34,6 +36,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     reference = [{title.partition(": `")[0]: path} for path, title, _ in _reference()]
     config.nav = [
         *(config.nav or ()),
+        {"Notebooks": [f"notebooks/{path.stem}.md" for path in NOTEBOOKS]},
         {"Reference": [{"Configuration": CONFIGURATION}, {"Command line": COMMANDS}, *reference]},
         {"About": ["changelog.md", "contributing.md"]},
     ]
@@ -45,12 +48,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, source in BESIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=re.sub(r"\]\(docs/", "](", text)))
+    for notebook in NOTEBOOKS:
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=_cells(notebook)))
     files.append(File.generated(config, CONFIGURATION, content=configuration()))
     files.append(File.generated(config, COMMANDS, content=_commands()))
     for path, title, names in _reference():
         parts = "\n\n".join(f"::: {name}" for name in names)
         files.append(File.generated(config, path, content=f"# {title}\n\n{parts}\n"))
     return files
+
+
+def _cells(notebook: Path) -> str:
+    """A notebook as a page: what it says, and its code."""
+    texts = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        texts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join(texts) + "\n"
 
 
 def _reference() -> Iterator[tuple[str, str, list[str]]]:

@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["describe_environment", "version_of"]
 
-_PACKAGES = ("torch", "numpy", "pytorch-ignite", "blinker", "msgspec", "pulsetrain")
+_PACKAGES = ("numpy", "pytorch-ignite", "blinker", "msgspec", "pulsetrain")
 
 
 def describe_environment(device: torch.device | str, more: Mapping[str, object] | None = None) -> dict[str, object]:
@@ -36,6 +36,7 @@ def describe_environment(device: torch.device | str, more: Mapping[str, object] 
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": f"deterministic={torch.backends.cudnn.deterministic}, benchmark={torch.backends.cudnn.benchmark}",
         "float32_matmul": _float32_matmul(),
+        "torch": str(torch.__version__),  # with the build, such as +cpu, which the package's own version may lack
         **{name: found for name in _PACKAGES if (found := version_of(name)) is not None},
         **(more or {}),
     }

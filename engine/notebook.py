@@ -37,11 +37,11 @@ class CellOutput:
 
         Args:
             content: the same in one or more forms, by their MIME types.
-            sizes: the width or height to show it in, in pixels.
+            sizes: the width or height of a picture, in pixels.
         """
         from IPython.display import DisplayHandle
 
-        options = {"raw": True, "metadata": {form: dict(sizes) for form in content} if sizes else {}}
+        options = {"raw": True, "metadata": {form: dict(sizes or {}) for form in content if form.startswith("image/")}}
         if self._handle is None:
             self._handle = DisplayHandle()
             self._handle.display(dict(content), **options)

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from pulsetrain.engine.errors import ArgumentTypeError, did_you_mean
+from pulsetrain.engine.notebook import shorten_traceback
 
 __all__ = ["OF_CONFIG", "OF_TRAINER", "knows_familiar_names", "missing_attribute"]
 
@@ -105,11 +106,15 @@ def knows_familiar_names(names: Mapping[str, str]) -> Callable[[type[T]], type[T
 
         @wraps(make)
         def __init__(self: T, *args: Any, **keywords: Any) -> None:  # noqa: N807
-            if not known.issuperset(keywords):
-                name = next(each for each in keywords if each not in known)
-                remedy = f"; {names[name]}" if name in names else did_you_mean(name, known)
-                raise ArgumentTypeError(f"is not an argument{remedy}", kind.__name__, **{name: keywords[name]})
-            make(self, *args, **keywords)
+            try:
+                if not known.issuperset(keywords):
+                    name = next(each for each in keywords if each not in known)
+                    remedy = f"; {names[name]}" if name in names else did_you_mean(name, known)
+                    raise ArgumentTypeError(f"is not an argument{remedy}", kind.__name__, **{name: keywords[name]})
+                make(self, *args, **keywords)
+            except Exception as error:
+                shorten_traceback(error)
+                raise
 
         setattr(kind, "__init__", __init__)  # noqa: B010  # type checkers know the signature of the class
         return kind

@@ -120,8 +120,17 @@ class Trainer(EvaluatedRun):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     optimizers: NamedOptimizers | None
+    agreement: Agreement
     data: DataCursor
+    driver: RunDriver
+    evaluation: Evaluation
     evaluator: Engine
+    length: RunLength
+    reporter: MetricsReporter
+    resumer: Resumer
+    source: Resumer
+    stepper: Stepper
+    validator: Validator
     handlers: list[Any]
     config: TrainingConfig
 

@@ -46,7 +46,7 @@ def avoided_in(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("folder", ["engine", "handlers", "pulsetrain", "examples", "benchmarks", "docs", "tests", "."])
 def test_no_phrase_to_avoid_is_in_use(folder: str) -> None:
-    suffixes = {".md", ".toml"} if folder == "." else {".py", ".md", ".yaml"}
+    suffixes = {".md", ".toml"} if folder == "." else {".py", ".md", ".yaml", ".ipynb"}
     files = sorted((ROOT / folder).glob("*" if folder == "." else "**/*"))
     names = {path.relative_to(ROOT).as_posix(): path for path in files if path.suffix in suffixes}
     assert names

@@ -103,6 +103,8 @@ def test_each_form_of_the_sources_builds_a_wheel_with_all_three_packages(form, t
         "pulsetrain/py.typed", "pulsetrain/engine/py.typed", "pulsetrain/handlers/py.typed"
     }  # fmt: skip
     assert {name.split("/")[0].split("-")[0] for name in names} == {"pulsetrain"}
+    notebooks = {f"pulsetrain/{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.ipynb")}
+    assert {name for name in names if name.endswith(".ipynb")} == notebooks != set()
 
 
 # -------------------------------------------------------------------------------------------- a user's project

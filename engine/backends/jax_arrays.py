@@ -32,6 +32,7 @@ class JaxArrays(Trees):
     _jax: ModuleType
     placement: OneDevice
     jax_device: Any  # the first of several
+    device: torch.device
 
     def _use(self, placement: OneDevice) -> None:
         self.placement = placement

@@ -91,6 +91,7 @@ class DeviceMesh(OneDevice):
 
     first: Any
     devices: set[Any]
+    default: Any
 
     def __init__(self, jax: ModuleType, devices: Sequence[Any], rules: ShardingRules) -> None:
         super().__init__(jax, devices[0])

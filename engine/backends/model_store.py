@@ -42,6 +42,8 @@ class InPlaceStore(ModelStore):
 
     waiting: GradientInfo | None = None  # gradients wait in the parameters
     backend: InPlaceBackend
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(
         self, backend: InPlaceBackend, module: nn.Module, optimizer: torch.optim.Optimizer, *, wraps: bool = True
@@ -129,6 +131,8 @@ class ValueStore(ModelStore):
     """
 
     backend: ValueBackend
+    module: nn.Module
+    optimizer: OptimizerView
 
     def __init__(self, backend: ValueBackend, model: object, state: ModelState) -> None:
         self.backend, self._state = backend, state

@@ -113,7 +113,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
 
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
-        self.skips_updates = self.scaler is not None
+        self.skips_updates: bool = self.scaler is not None
         self._frozen: nn.Module | None = None  # of the model before it is split
         self._unchecked: ProcessGroup | None = None  # with which to compare the first batch and its gradients
         # one pass over one model, here, whose first gradients are not compared

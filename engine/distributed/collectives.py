@@ -64,7 +64,7 @@ class ControlGroup:
         host: int | None = None,
     ) -> None:
         self.ranks, self.timeout = ranks, timeout
-        self.calls = 0  # collectives so far
+        self.calls: int = 0  # collectives so far
         self._group, self._store = group, store
         self._waits = 0  # for the main process
         self._busy = 0  # blocks of `busy` that this rank is in

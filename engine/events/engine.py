@@ -59,6 +59,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
     """What the run knows: counters, the batch and its output, metrics."""
 
     logger: logging.Logger
+    run_number: int
 
     external_step: bool
     """Whether the caller makes the step between two calls of `proceed`, and sets `state.output`."""

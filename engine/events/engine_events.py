@@ -49,7 +49,7 @@ class EngineEvents(Dispatcher):
         # never `bus or EventBus()`: an empty blinker namespace is falsy
         super().__init__(EventBus() if bus is None else bus)
         self.run_number = 0  # runs started from iteration 0: `once` means once in each
-        self.name = self.bus.join(self, name)
+        self.name: str = self.bus.join(self, name)
 
     @property
     def _event_handlers(self) -> HandlerTable:

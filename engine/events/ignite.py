@@ -103,12 +103,14 @@ class Handle(RemovableEventHandle):
     False
     """
 
+    handler: Callable[[], Handler | None]  # type: ignore[assignment]  # not everything can be referred to weakly
+
     def __init__(self, event: Any, handler: Handler, engine: Any, subscriptions: list[Subscription]) -> None:
         try:
             super().__init__(event, handler, engine)
         except TypeError:  # a callable that cannot be referred to weakly
             super().__init__(event, type(handler), engine)
-            self.handler = lambda: handler  # type: ignore[assignment]  # called in the same way
+            self.handler = lambda: handler  # called in the same way
         self._subscriptions = [weakref.ref(subscription) for subscription in subscriptions]
 
     def remove(self) -> None:

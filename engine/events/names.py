@@ -149,7 +149,7 @@ class EventEnum(EventType, IgniteEventEnum):
         self.filter: None = None
         self.payload_type = payload_type
         # unique for each member of each enum, also of two enums with one name; strings hash fastest
-        self.key = f"{type(self).__qualname__}.{self._name_}#{next(_serial)}"
+        self.key: str = f"{type(self).__qualname__}.{self._name_}#{next(_serial)}"
 
     # Enum's own __eq__ and __hash__ come before EventType's unless named here
     __eq__ = EventType.__eq__
@@ -167,8 +167,8 @@ class FilteredEvent(EventType[Payload]):
     def __init__(self, member: EventEnum, event_filter: Filter | None) -> None:
         super().__init__(member._value_, event_filter, member._name_)
         self.member = member
-        self.key = member.key
-        self.payload_type = member.payload_type
+        self.key: str = member.key
+        self.payload_type: type | None = member.payload_type
 
     def __reduce__(self) -> tuple[type[FilteredEvent], tuple[object, ...]]:
         return FilteredEvent, (self.member, self.filter)  # the key is valid in this process only

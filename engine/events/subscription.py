@@ -90,6 +90,7 @@ class Subscription:
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     signature: HandlerSignature
+    call: Callable[..., object]
     needs_event: bool
 
     def __init__(

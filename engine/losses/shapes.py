@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pulsetrain.engine.arrays import Array, is_floating, misshapen, namespace
 from pulsetrain.engine.class_indices import check_class_indices
@@ -14,8 +14,8 @@ __all__ = ["POSITIVE", "SHARE", "check_classes_last", "check_same_shape", "requi
 
 T = TypeVar("T")
 
-POSITIVE = (lambda value: 0.0 < value < math.inf), "a positive number"
-SHARE = (lambda value: 0.0 <= value <= 1.0), "a number from 0 to 1"
+POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: 0.0 < value < math.inf), "a positive number"
+SHARE: tuple[Callable[[Any], bool], str] = (lambda value: 0.0 <= value <= 1.0), "a number from 0 to 1"
 
 
 def require(place: str, argument: str, value: T, rule: Callable[[T], bool], needs: str) -> None:

@@ -95,8 +95,8 @@ class LiveTensors(TorchDispatchMode):
         self.peaks: dict[str, dict[str, int]] = {}  # by phase, at the peak of each: bytes by component
         self.saved: dict[str, int] = {}  # what the last forward pass left for the backward pass: bytes by module
         self.unknown: set[str] = set()  # operations without values whose outputs have another size than with them
-        self.assumed = 0  # how often the value of a tensor without values was asked for
-        self.total = 0
+        self.assumed: int = 0  # how often the value of a tensor without values was asked for
+        self.total: int = 0
         self._bytes = dict.fromkeys(COMPONENTS, 0)
         self._totals: dict[str, int] = {}  # of peaks
         self._reached: dict[str, int] = {}  # the operation of each peak

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -243,9 +244,20 @@ def first_rows(batch: Tree, rows: int) -> Tree:
 
     def cut(each: object) -> object:
         is_of_rows = isinstance(each, Tensor) and each.ndim and each.shape[0] == of
-        return each[:rows].detach() if is_of_rows else each  # type: ignore[index]  # detached, it is not a view
+        return _with_storage_of_its_size(each[:rows]) if is_of_rows else each  # type: ignore[index]
 
     return tree_map(cut, batch)
+
+
+def _with_storage_of_its_size(part: Tensor) -> Tensor:
+    """The same part of a tensor's memory, as a tensor that does not hold the rest."""
+    if part.is_meta or type(part) is not Tensor:  # such as one without values
+        return part.new_empty_strided(part.shape, part.stride())
+    storage = part.untyped_storage()
+    begin = part.data_ptr() - storage.data_ptr()
+    count = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    memory = storage[begin : begin + count * part.element_size()] if part.numel() else storage[:0]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(memory, 0, part.shape, part.stride())
 
 
 def _bytes_of(module: nn.Module) -> int:

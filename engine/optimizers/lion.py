@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lion_pytorch
+if TYPE_CHECKING:  # the package is optional and has no types
+    from torch.optim import Optimizer as _Lion
+else:
+    from lion_pytorch import Lion as _Lion
 
 __all__ = ["Lion"]
 
 
-class Lion(lion_pytorch.Lion):  # type: ignore[misc]  # the package is optional, hence Any
+class Lion(_Lion):
     """Lion (Chen et al. 2023) that works after copying and pickling; the package's own loses its update function."""
 
     def __getstate__(self) -> dict[str, Any]:

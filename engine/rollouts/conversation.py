@@ -79,6 +79,7 @@ class ConversationRollouts(TextRollouts):
         ConfigurationError: a number is out of range, or the longest prompt and one turn do not fit into `max_length`.
     """
 
+    environment: Callable[[], TextEnvironment]
     max_length: int
     max_turns: int
 

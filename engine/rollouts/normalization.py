@@ -29,6 +29,8 @@ class RunningMoments:
         shape: of one value.
     """
 
+    mean: np.ndarray
+    variance: np.ndarray
     count: float
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pulsetrain.engine.argument_checks import is_whole
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optional import check_installed
 from pulsetrain.engine.schedules.formula import Schedule
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def plot(
         path: also writes the figure to this file, .png or .svg.
 
     Raises:
-        ConfigurationError: there is nothing to draw, an object is not a schedule, or steps or the suffix is invalid.
+        ConfigurationError: there is nothing to draw, an object is not a schedule, or steps or the suffix is invalid, or
+            matplotlib is not installed.
     """
     curves = dict(schedules) if isinstance(schedules, Mapping) else {type(schedules).__name__: schedules}
     if not curves:
@@ -50,6 +52,7 @@ def plot(
         raise ConfigurationError("needs a whole number of updates, at least 1", "plot", steps=steps)
     if path is not None and Path(path).suffix not in (".png", ".svg"):
         raise ConfigurationError("needs a name that ends in .png or .svg", "plot", path=str(path))
+    check_installed("plot", "matplotlib")
     figure = _draw(curves, steps)
     if path is not None:
         figure.savefig(path, dpi=150)

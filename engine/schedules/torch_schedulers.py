@@ -157,7 +157,7 @@ class WarmupLR(LRScheduler):
         if _was_stepped(scheduler):
             raise ConfigurationError(f"{place}: has been stepped already; add the warm-up right after creating it")
         # the scheduler wrote its first rates when it was created
-        self.base_lrs = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+        self.base_lrs: list[float | Tensor] = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
         if not any(self.base_lrs):
             raise ConfigurationError(
                 f"{place}: starts at rate 0, which leaves nothing to warm up to; does it include a warm-up?"

@@ -55,7 +55,6 @@ class InitialWeights:
         self.weights = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
 
     @contextmanager
-    @torch.no_grad()
     def in_use(self) -> Iterator[None]:
         """Within it, the model has these weights; afterwards its own, bit for bit.
 
@@ -63,14 +62,16 @@ class InitialWeights:
         """
         named = dict(self._model.named_parameters())
         pairs = [(local(named[name]), local(value)) for name, value in self.weights.items()]
-        own = [each.clone() for each, _ in pairs]
+        own = [each.detach().clone() for each, _ in pairs]
         try:
-            for each, initial in pairs:
-                each.copy_(initial)
+            with torch.no_grad():
+                for each, initial in pairs:
+                    each.copy_(initial)
             yield
         finally:
-            for (each, _), value in zip(pairs, own, strict=True):
-                each.copy_(value)
+            with torch.no_grad():
+                for (each, _), value in zip(pairs, own, strict=True):
+                    each.copy_(value)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class DPOStrategy(PairStrategy):
         ConfigurationError: a value is out of range; the message names it.
     """
 
+    beta: float
     loss_type: str | Sequence[str]
     label_smoothing: float
     loss_weights: Sequence[float] | None

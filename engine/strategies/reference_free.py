@@ -26,6 +26,7 @@ class _ReferenceFree(PairStrategy):
         ConfigurationError: a value is out of range.
     """
 
+    beta: float
     sft_weight: float
 
     def __init__(self, beta: float, sft_weight: float) -> None:

@@ -58,7 +58,8 @@ class TrainerView:
         both = {**found, **{name.replace("/", "_"): value for name, value in found.items()}}
         return {name: torch.as_tensor(value) for name, value in both.items()}
 
-    logged_metrics = progress_bar_metrics = callback_metrics
+    logged_metrics = callback_metrics
+    progress_bar_metrics = callback_metrics
 
     @property
     def should_stop(self) -> bool:

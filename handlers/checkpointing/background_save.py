@@ -29,7 +29,7 @@ class BackgroundSave:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.waited = 0.0  # seconds that training has waited for saves
+        self.waited: float = 0.0  # seconds that training has waited for saves
         self._clock = clock
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None

@@ -166,7 +166,7 @@ class Silence:
     """
 
     def __init__(self, interval: float) -> None:
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self._interval = interval
         self._last: float | None = None
         self._sign: object = None

@@ -91,7 +91,7 @@ class LossSpikeGuard(Guard):
         self.patience = patience
         self.margin = margin
         self.metric: str = metric.removeprefix("train/")
-        self.spikes = 0
+        self.spikes: int = 0
         self._losses: deque[float] = deque(maxlen=window)
         self._in_a_row: list[float] = []  # the newest `patience` spikes since the last ordinary loss
         self._spiking = False  # whether the last loss was one

@@ -84,7 +84,7 @@ class NaNGuard(Guard):
         super().__init__(policy, "skip", every, max_rewinds, clock)
         check_whole_number("NaNGuard", "max_in_a_row", max_in_a_row)
         self.max_in_a_row = max_in_a_row
-        self.skipped = 0  # updates known to have been skipped
+        self.skipped: int = 0  # updates known to have been skipped
         self._in_a_row: dict[str, int] = {}  # by optimizer
         self._unseen: list[Update] = []
         self._updated_at: dict[str, int] = {}  # iteration of the last update, by optimizer

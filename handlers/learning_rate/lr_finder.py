@@ -24,6 +24,7 @@ from pulsetrain.engine.data.keyed_loader import KeyedLoader
 from pulsetrain.engine.data.loaders import can_be_keyed, can_be_read_once, key_order, order_seed
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.optional import check_installed
 from pulsetrain.engine.schedules.groups import group_ratios, write_rates
 from pulsetrain.engine.step.protocols import Strategy
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -109,7 +110,7 @@ class LRFinder(Handler):
         folder: the run folder; FOLDER/plots/lr_finder.png and .svg are written there.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value out of range, or matplotlib is not installed and there is a folder.
 
     >>> finder = LRFinder(start_lr=1e-4, end_lr=1.0, iterations=20)
     >>> round(finder.rate(0), 6), round(finder.rate(19), 6)
@@ -140,6 +141,8 @@ class LRFinder(Handler):
         self.iterations = iterations
         self.smoothing = smoothing
         self.diverge = diverge
+        if folder is not None:
+            check_installed("LRFinder(folder=...)", "matplotlib")
         self.folder = None if folder is None else local_folder("LRFinder", folder)
         self.result: LRFinderResult | None = None  # of the last sweep
 

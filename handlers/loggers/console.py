@@ -6,9 +6,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TextIO
-
-from tqdm import tqdm
 
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.events.cadence import Every
@@ -98,7 +97,7 @@ class ConsoleLogger(MetricLogger):
             values = {"engine": engine.name, **values}
         if self.format == "json":
             values = {name: finite_or_text(each) if isinstance(each, float) else each for name, each in values.items()}
-        with tqdm.external_write_mode(file=self._stream):
+        with _beside_bars(self._stream):
             self._logger.info(message, values=values)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
@@ -124,6 +123,15 @@ class ConsoleLogger(MetricLogger):
     def _on_exception(self, engine: Engine, event: Event) -> None:
         error = event.payload.error
         self._write(engine, "run failed", {**_place(engine), "error": f"{type(error).__name__}: {error}"})
+
+
+def _beside_bars(stream: TextIO) -> AbstractContextManager[object]:
+    """Clears the progress bars of tqdm on this stream, and draws them again afterwards; none if nobody imported it."""
+    tqdm = sys.modules.get("tqdm")
+    beside: AbstractContextManager[object] = (
+        nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=stream)
+    )
+    return beside
 
 
 def _folded(metrics: Mapping[str, float]) -> dict[str, float | str]:

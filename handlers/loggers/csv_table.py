@@ -42,7 +42,8 @@ class CSVLogger(TextFileLogger[_Cells]):
     ['iteration,epoch,train/loss', '2,1,0.5', '4,1,0.25']
     """
 
-    file_name, unit = "metrics.csv", "rows"
+    file_name = "metrics.csv"
+    unit = "rows"
 
     _columns: Sequence[str] = ()
     _last: tuple[str, _Cells] | None = None  # the last row and its engine; None if the row may not grow

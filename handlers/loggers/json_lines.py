@@ -37,7 +37,8 @@ class JSONLinesLogger(TextFileLogger[bytes]):
     [0.5, 0.25]
     """
 
-    file_name, unit = "metrics.jsonl", "lines"
+    file_name = "metrics.jsonl"
+    unit = "lines"
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
         self._append(engine, Events.METRICS_LOGGED.value, metrics)

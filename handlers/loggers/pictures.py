@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pulsetrain.engine import ConfigurationError, MediaLogged
 from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.optional import check_installed
 from pulsetrain.handlers.plots import figures
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ def picture_of(media: MediaLogged) -> NDArray[np.uint8]:
     """An image, figure, histogram or matrix as pixels: shape (height, width, 3) or (height, width).
 
     Raises:
-        ConfigurationError: the value does not fit its kind.
+        ConfigurationError: the value does not fit its kind, or has to be drawn and matplotlib is not installed.
     """
     if media.kind == "image":
         return _image(media)
     figure_of = {"figure": lambda media: media.value, "histogram": _histogram_figure, "matrix": _matrix_figure}
     check_choice("MediaLogged", "kind", media.kind, ("image", *figure_of))
+    check_installed(f"MediaLogged(kind={media.kind!r})", "matplotlib")
     return _drawn(figure_of[media.kind](media))
 
 

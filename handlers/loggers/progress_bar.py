@@ -6,13 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from math import inf
-from typing import Self, TextIO
-
-from tqdm import tqdm
+from typing import Any, Self, TextIO
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, OnError, State
 from pulsetrain.engine.events.filters import EventFilter
 from pulsetrain.engine.notebook import notebook_shell
+from pulsetrain.engine.optional import check_installed, load_optional
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.loggers.notebook_bar import NotebookBar
@@ -26,10 +25,6 @@ _OF_TRAINING = (
     ("train/loss", "loss", ".4g"), ("learning_rate", "lr", ".3g"), ("tokens_per_second", "tokens/s", ",.0f"),
 )  # fmt: skip
 _APART = 64  # iterations between two looks at the clock, at most: the next ones may be slow
-
-
-class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    monitor_interval = 0  # no thread that wakes sleeping bars: this one checks the time at each update
 
 
 class _Looks(EventFilter):
@@ -72,7 +67,7 @@ class ProgressBar(Handler):
         on_error: "raise" ends the run when the stream cannot be written, "warn" continues.
 
     Raises:
-        ConfigurationError: the interval is not positive.
+        ConfigurationError: the interval is not positive, or tqdm is not installed.
 
     >>> engine = Engine(lambda engine, batch: batch)
     >>> bar = ProgressBar(stream=sys.stdout).attach(engine)
@@ -90,12 +85,13 @@ class ProgressBar(Handler):
     ) -> None:
         if not interval > 0:
             raise ConfigurationError("needs a positive number of seconds", "ProgressBar", interval=interval)
+        check_installed("ProgressBar", "tqdm")
         self.interval = interval
         self._given_stream = stream
         self._stream: TextIO = sys.stderr
         self._clock = clock
         self._on_error = on_error
-        self._bar: _Bar | NotebookBar | None = None
+        self._bar: Any = None  # a NotebookBar, or a bar of tqdm, which has no types
         self._state: State | None = None  # of the run that is shown
         self._due = inf  # when the bar is drawn, or the next plain line is written
         self._looks = _Looks()
@@ -131,7 +127,7 @@ class ProgressBar(Handler):
             self._bar = NotebookBar(_total_iterations(engine), engine.state.iteration, self._clock)
             self._due = self._clock()
         elif self._stream.isatty():
-            self._bar = _Bar(
+            self._bar = _make_bar(
                 total=_total_iterations(engine),
                 initial=engine.state.iteration,
                 file=self._stream,
@@ -203,6 +199,12 @@ class ProgressBar(Handler):
             self._bar.close()
         self._bar = self._state = None
         self._due = inf
+
+
+def _make_bar(**options: object) -> Any:
+    tqdm = load_optional("ProgressBar", "tqdm").tqdm
+    # no thread that wakes sleeping bars: this one checks the time at each update
+    return type("_Bar", (tqdm,), {"monitor_interval": 0})(**options)
 
 
 def _epoch(engine: Engine) -> str:

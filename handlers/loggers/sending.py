@@ -57,7 +57,7 @@ class Sender(Generic[Entry]):
         room: int,
         flush_seconds: float,
     ) -> None:
-        self.lost = 0  # entries that were never sent
+        self.lost: int = 0  # entries that were never sent
         self.reported = False  # whether an error has been reported
         self._place = place
         self._deliver = deliver

@@ -233,7 +233,7 @@ def _read(value: object) -> float:
     raise TypeError
 
 
-encode_plain = msgspec.json.Encoder(enc_hook=_read).encode
+encode_plain: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=_read).encode
 """Encodes an event whose payload fits `PlainTypes`, whose output `are_numbers` and whose rates `are_finite`, or which
 has none of these. It raises an Exception for tensors that are on a device, are not a scalar or are not finite."""
 

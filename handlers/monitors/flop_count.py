@@ -111,7 +111,7 @@ class FlopCount:
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
-        self.flops = 0
+        self.flops: int = 0
         self._mode: FlopCounterMode | None = None
         self._hooks: list[RemovableHandle] = []
         # of each part: a trainer does not call the step() of a NamedOptimizers itself

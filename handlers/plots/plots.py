@@ -12,6 +12,7 @@ from typing import Any, Self
 from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, EventBus, Events, Every, OnError, Phase
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.optional import check_installed
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
@@ -51,7 +52,7 @@ class Plots(Handler):
         on_error: "warn" continues when a figure cannot be written, "raise" ends the run.
 
     Raises:
-        ConfigurationError: there is no format, or an unknown one.
+        ConfigurationError: there is no format, or an unknown one, or matplotlib is not installed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -76,6 +77,7 @@ class Plots(Handler):
             raise ConfigurationError("needs a list of formats, such as ['png', 'svg']", "Plots", formats=formats)
         for each in formats:
             check_choice("Plots", "formats", each, figures.FORMATS)
+        check_installed("Plots", "matplotlib")
         self.folder: Path = local_folder("Plots", folder)
         self.every = every
         self.formats: tuple[str, ...] = tuple(formats)

@@ -33,8 +33,8 @@ class ResumeCheck(EventCheck):
 
     def __init__(self, expected: Iterator[LoggedEvent], engine: str = "trainer", fires_updates: bool = True) -> None:
         super().__init__(expected, OPTIONAL)
-        self.with_values = 0  # events that agree and carry a loss or a gradient norm,
-        self.after_update = 0  # and of these, those that the resumed run computed after an optimizer update
+        self.with_values: int = 0  # events that agree and carry a loss or a gradient norm,
+        self.after_update: int = 0  # and of these, those that the resumed run computed after an optimizer update
         self.lacks: list[str] = []  # names of state that the checkpoint lacks
         self._engine, self._fires_updates = engine, fires_updates
         self._updated_in: int | None = None  # the iteration of the engine's first update

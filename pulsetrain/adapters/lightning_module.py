@@ -129,6 +129,7 @@ class LightningLoop(Loop):
     """The run of a module that makes its steps itself."""
 
     hooks: ModuleHooks
+    output: Any
 
     def train(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> dict[str, list[float]]:
         for batch in self.batches(resume, wait=wait):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ __all__ = ["copy_example", "project", "run"]
 
 _PROJECT = "project"  # what `pulsetrain init` copies
 _CONFIG = "config.yaml"
+_NOTEBOOK = ".ipynb"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,7 +79,7 @@ def _examples() -> Iterator[tuple[str, Traversable]]:
     for each in sorted(_folder().iterdir(), key=lambda each: each.name):
         if each.name.endswith(".py"):
             yield each.name.removesuffix(".py"), each
-        elif each.is_dir() and any(part.name.endswith((".py", ".yaml")) for part in each.iterdir()):
+        elif each.is_dir() and any(part.name.endswith((".py", ".yaml", _NOTEBOOK)) for part in each.iterdir()):
             yield each.name, each
 
 
@@ -95,6 +97,8 @@ def _about(example: Traversable) -> str:
         return _first_line(example)
     if (example / _CONFIG).is_file():
         return (example / _CONFIG).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+    if notebooks := _notebooks(example):
+        return f"Notebooks: {'; '.join(map(_title, notebooks))}."
     scripts = sorted((each for each in example.iterdir() if each.name.endswith(".py")), key=lambda each: each.name)
     return next(filter(None, map(_first_line, scripts)), "")
 
@@ -104,9 +108,21 @@ def _first_line(script: Traversable) -> str:
     return text.partition("\n")[0]
 
 
+def _notebooks(folder: Traversable) -> list[Traversable]:
+    return sorted((each for each in folder.iterdir() if each.name.endswith(_NOTEBOOK)), key=lambda each: each.name)
+
+
+def _title(notebook: Traversable) -> str:
+    """The heading of its first cell."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return str(cells[0]["source"][0]).lstrip("# ").rstrip()
+
+
 def _how_to_run(target: Path) -> str:
     if target.is_file():
         return f"python {shlex.quote(str(target))}"
     if (target / _CONFIG).is_file():
         return f"pulsetrain train {shlex.quote(str(target / _CONFIG))}"
+    if _notebooks(target):
+        return f"jupyter lab {shlex.quote(str(target))}"
     return f"see the first lines of the files in {shlex.quote(str(target))}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from pulsetrain.cli.commands import (
     watch,
     where,
 )
+from pulsetrain.engine.optional import missing_package
 
 __all__ = ["CommandParser", "make_parser", "run_command"]
 
@@ -100,8 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    versions = f"pulsetrain {version('pulsetrain')} (torch {version('torch')}, Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=versions)
+    parser.add_argument("--version", action=_Version, help="show program's version number and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for each in COMMANDS:
         module = each.__name__.rpartition(".")[2]
@@ -124,7 +124,13 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the chosen command; returns its exit status."""
     for name in arguments.archives:
         setattr(arguments, name, _unpacked(getattr(arguments, name)))
-    status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
+    try:
+        status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
+    except ModuleNotFoundError as error:
+        missing = missing_package(f"pulsetrain {arguments.command}", error)
+        if missing is None:
+            raise
+        raise missing from error
     return status
 
 
@@ -136,6 +142,25 @@ def _unpacked(given: object) -> object:
     from pulsetrain.runs.archive import unpacked
 
     return unpacked(given)
+
+
+class _Version(argparse.Action):
+    """Looks up the versions only where they are asked for: a package may be missing."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "nargs": 0, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        torch, python = _version_of("torch"), platform.python_version()
+        print(f"pulsetrain {_version_of('pulsetrain')} (torch {torch}, Python {python})")
+        parser.exit()
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "is not installed"
 
 
 class _Help(argparse.HelpFormatter):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.report.curve import Curve
 from pulsetrain.report.run_curves import EACH_ITERATION, RATES, RunCurves
 
 __all__ = ["EACH_ITERATION", "RATES", "RunRecord"]
@@ -32,7 +33,7 @@ class RunRecord(RunCurves):
         super().__init__(log.main_engine)
         for event in log.read(event=self.read):
             self.add(event)
-        self.curves = self.shown()
+        self.curves: dict[str, Curve] = self.shown()
         for curve in self.curves.values():
             curve.settle()
 

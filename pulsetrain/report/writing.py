@@ -20,7 +20,7 @@ from pulsetrain.report.record import RunRecord
 __all__ = ["Report", "write_report"]
 
 NAME = "report.html"
-CHART = {
+_CHART = {
     "responsive": True,
     "displaylogo": False,
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"],
@@ -71,7 +71,7 @@ def write_report(
         color, folder = PALETTE[index % len(PALETTE)], record.folder
         found.append(ReportedRun(name, color, record, read_facts(folder), read_processes(folder)))
     chart: str = io.to_html(
-        graphs.Figure(figure_of(found)), config=CHART, include_plotlyjs=True, include_mathjax=False, full_html=False
+        graphs.Figure(figure_of(found)), config=_CHART, include_plotlyjs=True, include_mathjax=False, full_html=False
     )
     content = page_of(found, chart).encode("utf-8", "backslashreplace")
     try:

@@ -26,7 +26,7 @@ class LoaderPosition:
     anchor: LoaderState
 
     def __init__(self) -> None:
-        self.given = 0  # batches of the pass
+        self.given: int = 0  # batches of the pass
         self.anchor = LoaderState(None, 0)  # to return to
 
     def begin(self, loader: Any, seed: int, number: int, saved: LoaderState | None = None) -> Iterator[object]:

@@ -47,7 +47,7 @@ class SweepTrial(Handler):
         self.trial, self.until = trial, until
         self.spec: Spec = read_saved(Path(sweep))
         self.metric: str = self.spec.metric[0]
-        self.reports = 0  # validations that reported the metric
+        self.reports: int = 0  # validations that reported the metric
         self.reason = ""  # why the run has been ended
         self._trial: Any = None
 

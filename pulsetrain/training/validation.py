@@ -23,7 +23,7 @@ from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import Ranks, is_sharded
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.data_source import IterableSource
+from pulsetrain.engine.events.data_source import DataSource, IterableSource
 from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import RunningMean
@@ -368,7 +368,7 @@ class Evaluator(Engine):
     ) -> None:
         super().__init__(process_function, name=name, bus=bus)
         self._model = model
-        self.source = _LoaderSource(control)
+        self.source: DataSource = _LoaderSource(control)
         self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
         self.set_name: str | None = None  # the validation set under way, where there is one
 

@@ -39,8 +39,8 @@ class WatchApp(App[None]):
     logarithmic: bool
     chosen: int
 
-    ENABLE_COMMAND_PALETTE = False
-    CSS = """
+    ENABLE_COMMAND_PALETTE: ClassVar[bool] = False
+    CSS: ClassVar[str] = """
     Screen { layout: vertical; }
     #runs { height: auto; max-height: 8; padding: 0 1; }
     #problems { height: auto; max-height: 6; padding: 0 1; color: $warning; display: none; }
@@ -55,7 +55,7 @@ class WatchApp(App[None]):
     .-narrow #curves, .-narrow #side { width: 100%; min-width: 0; }
     .-narrow #side { height: 8; }
     """
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]  # noqa: RUF012  # as textual declares it
+    HORIZONTAL_BREAKPOINTS: list[tuple[int, str]] | None = [(0, "-narrow"), (130, "-wide")]  # noqa: RUF012  # its type
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space,p", "pause", "Pause"),
         Binding("c", "compare", "Compare"),

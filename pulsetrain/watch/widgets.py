@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -116,7 +117,7 @@ class EventList(ScrollView, can_focus=True):
     follows: bool
     virtual_size: Size
 
-    DEFAULT_CSS = "EventList { scrollbar-size: 1 1; scrollbar-size-horizontal: 0; }"
+    DEFAULT_CSS: ClassVar[str] = "EventList { scrollbar-size: 1 1; scrollbar-size-horizontal: 0; }"
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)

@@ -19,16 +19,16 @@ CELLS = {
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from pulsetrain import Events, SupervisedStrategy, Trainer, TrainingConfig
+from pulsetrain import Events, PretrainStrategy, SupervisedStrategy, Trainer, TrainingConfig
 
 model, pairs = nn.Linear(4, 1), [(torch.randn(4), torch.randn(1)) for _ in range(256)]
 train, val = DataLoader(pairs, batch_size=4), DataLoader(pairs, batch_size=64)
 config = TrainingConfig(max_epochs=3, log_every_n_steps=10)
 Trainer(model, train, val, strategy=SupervisedStrategy("mse"), config=config).train();
 """,
-    "is quiet": """
-quiet = TrainingConfig(max_epochs=1, progress=False)
-Trainer(model, train, val, strategy=SupervisedStrategy("mse"), config=quiet).train();
+    "is silent": """
+silent = TrainingConfig(max_epochs=1, progress=False)
+Trainer(model, train, val, strategy=SupervisedStrategy("mse"), config=silent).train();
 """,
     "gets a wrong shape": """
 class Block(nn.Module):
@@ -46,8 +46,13 @@ trainer.train()
     "shows all calls": "%xmode Verbose\n%tb",
     "debugs": "import sys, traceback\ntraceback.print_last()",
     "validates a wrong shape": "%xmode Context\ntrainer.validate()",
+    "measures a wrong shape": """
+tokens = TrainingConfig(max_tokens=100)
+Trainer(model, wrong, strategy=PretrainStrategy(), config=tokens)
+""",
+    "names an unknown argument": "Trainer(model, train, lr=0.1)",
     "fails in a handler": """
-trainer = Trainer(model, train, strategy=SupervisedStrategy("mse"), config=quiet)
+trainer = Trainer(model, train, strategy=SupervisedStrategy("mse"), config=silent)
 
 @trainer.on(Events.ITERATION_COMPLETED)
 def divide(trainer):
@@ -81,7 +86,7 @@ def test_nothing_is_written_as_if_it_were_an_error(outputs: dict[str, list[Any]]
 
 
 def test_progress_false_shows_nothing(outputs: dict[str, list[Any]]) -> None:
-    assert outputs["is quiet"] == []
+    assert outputs["is silent"] == []
 
 
 @pytest.mark.parametrize("cell", ["gets a wrong shape", "validates a wrong shape"])
@@ -90,6 +95,19 @@ def test_a_wrong_shape_takes_less_than_25_lines_with_the_cause_last(cell: str, o
     assert len(lines) < 25
     assert lines[-2].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x1)")
     assert lines[-1] == "given inputs float32 (4, 3), targets float32 (4, 1)"
+
+
+@pytest.mark.parametrize(
+    ("cell", "cause"),
+    [
+        ("measures a wrong shape", "TypeError: PretrainStrategy: 'tokens' is (float32 (4, 3), float32 (4, 1)); needs "),
+        ("names an unknown argument", "ArgumentTypeError: Trainer(lr=0.1): is not an argument; pass config="),
+    ],
+)
+def test_an_error_of_the_constructor_is_as_short(cell: str, cause: str, outputs: dict[str, list[Any]]) -> None:
+    lines = traceback_of(outputs[cell])
+    assert len(lines) < 15
+    assert lines[-1].startswith(cause)
 
 
 def test_the_calls_in_the_users_own_code_are_shown(outputs: dict[str, list[Any]]) -> None:

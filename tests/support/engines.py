@@ -145,7 +145,8 @@ class Gate:
 
 
 def join_writers() -> None:
-    for thread in threading.enumerate():
+    # not threading.enumerate(): since Python 3.13, a thread that ends leaves it before is_alive() says so
+    for thread in list(threading._dangling):
         if thread.name == "checkpoint":
             thread.join()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,13 +69,20 @@ def modules() -> set[str]:
     return found
 
 
-def make_environment(folder: Path, requirement: object, *, editable: bool = False) -> Path:
-    """The Python of a new virtual environment with this one's packages, and with ours installed from `requirement`."""
+def make_environment(
+    folder: Path, requirement: object, *, editable: bool = False, packages: Path | None = None
+) -> Path:
+    """The Python of a new virtual environment with these packages, and with ours installed from `requirement`.
+
+    Args:
+        packages: a folder; by default this environment's.
+    """
     checked(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     site = Path(checked(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    # a plain path: files of type .pth in that folder, such as this environment's own editable install, are not read
-    (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # plain paths: files of type .pth in these folders, such as this environment's own editable install, are not read
+    shared = [each for each in sys.path if Path(each).name == "site-packages"] if packages is None else [packages]
+    (site / "shared.pth").write_text("".join(f"{each}\n" for each in shared))
     command = [sys.executable, *BUILD, "--python", python, "install", "--no-deps", "--no-build-isolation"]
     # strict: a folder of links to the modules, which type checkers can read; README.md recommends it
     checked(*command, "--ignore-installed", *(EDITABLE if editable else ()), requirement)

@@ -23,7 +23,7 @@ class _Moments(FunctionalOptimizer):
     eps: float = 1e-8
     weight_decay: float = 0.0
     decay_mask: DecayMask = None
-    options: ClassVar = ("betas", "eps")
+    options: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
     @property
     def _averages(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Adam(_Moments):
         ConfigurationError: a value is out of range.
     """
 
-    kind: ClassVar = "adam"
+    kind: ClassVar[str] = "adam"
 
     def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
         return self._moments(trees, decayed(trees, self.weight_decay), step, rate)
@@ -90,7 +90,7 @@ class AdamW(_Moments):
         ConfigurationError: a value is out of range.
     """
 
-    kind: ClassVar = "adamw"
+    kind: ClassVar[str] = "adamw"
 
     def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
         updates, averages = self._moments(trees, trees.grads, step, rate)

@@ -43,8 +43,8 @@ class RMSprop(FunctionalOptimizer):
     centered: bool = False
     weight_decay: float = 0.0
     decay_mask: DecayMask = None
-    kind: ClassVar = "rmsprop"
-    options: ClassVar = ("alpha", "eps", "momentum", "centered")
+    kind: ClassVar[str] = "rmsprop"
+    options: ClassVar[tuple[str, ...]] = ("alpha", "eps", "momentum", "centered")
 
     @property
     def _averages(self) -> tuple[str, ...]:

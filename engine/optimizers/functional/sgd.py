@@ -43,8 +43,8 @@ class SGD(FunctionalOptimizer):
     nesterov: bool = False
     weight_decay: float = 0.0
     decay_mask: DecayMask = None
-    kind: ClassVar = "sgd"
-    options: ClassVar = ("momentum", "dampening", "nesterov")
+    kind: ClassVar[str] = "sgd"
+    options: ClassVar[tuple[str, ...]] = ("momentum", "dampening", "nesterov")
 
     def __post_init__(self) -> None:
         FunctionalOptimizer.__post_init__(self)  # super() does not work in a dataclass with slots

@@ -44,7 +44,7 @@ class EventCheck:
         self.next: LoggedEvent | None = None  # the first that has not been compared; None after the last
         self._advance()
         self._ord = self.next.ord if self.next is not None else 0
-        self.agreed = 0
+        self.agreed: int = 0
         self.divergence: Divergence | None = None  # the first; `a` was expected, `b` was published
 
     @property

@@ -60,7 +60,7 @@ class LogFollower:
 
     def __init__(self, folder: Path, rank: int = 0, recent: int | None = None) -> None:
         self.folder, self.rank = folder, rank
-        self.generation = 0
+        self.generation: int = 0
         self._recent = recent
         self._path, tail = log_files(folder, rank)
         self._tail = TailFollower(tail)

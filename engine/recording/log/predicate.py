@@ -49,6 +49,10 @@ class Predicate:
         errors: to which the condition appends what it could not compute.
     """
 
+    seen: int
+    matched: int
+    failed: int
+
     def __init__(self, condition: Value, errors: list[Exception]) -> None:
         self._condition, self._errors = condition, errors
         self.seen = self.matched = self.failed = 0  # events

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optional import load_optional
 from pulsetrain.engine.recording.log.non_finite import NON_FINITE, parse_non_finite
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
@@ -29,7 +28,7 @@ def to_pandas(events: Iterable[LoggedEvent]) -> pandas.DataFrame:
     Raises:
         ConfigurationError: pandas is not installed.
     """
-    pandas = _import("to_pandas", "pandas")
+    pandas: Any = load_optional("to_pandas()", "pandas", "pandas")
     frame = pandas.DataFrame(columns(events))
     frame["t"] = pandas.to_datetime(frame["t"].astype("int64"), unit="ns", utc=True)
     return frame
@@ -43,7 +42,7 @@ def to_arrow(events: Iterable[LoggedEvent]) -> pyarrow.Table:
     Raises:
         ConfigurationError: pyarrow is not installed.
     """
-    pyarrow = _import("to_arrow", "pyarrow")
+    pyarrow: Any = load_optional("to_arrow()", "pyarrow", "arrow")
     arrays = {}
     for name, values in columns(events).items():
         if name == "t":
@@ -107,12 +106,3 @@ def _numbers(column: list[Json]) -> list[Json]:
         return column
     numbers = [parse_non_finite(value) for value in column]
     return numbers if all(value is None or type(value) in (int, float) for value in numbers) else column
-
-
-def _import(caller: str, package: str) -> Any:  # a module
-    try:
-        return import_module(package)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{caller}(): needs a package that is not installed ({error}); pip install {package}"
-        ) from error

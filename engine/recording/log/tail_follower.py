@@ -35,7 +35,7 @@ class TailFollower:
     def restart(self) -> None:
         """Read from the beginning the next time."""
         self.head: TailHead | None = None  # the newest one; None if the file has none
-        self.damaged = 0  # lines
+        self.damaged: int = 0  # lines
         self._position = 0  # after the last line that was read
         self._mark = b""  # that line, with its newline
         self._torn = b""  # the line at which the last reading ended

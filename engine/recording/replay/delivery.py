@@ -71,6 +71,7 @@ class Open:
     dispatch: Dispatch | None
     engine: Dispatcher | None
     event: LoggedEvent
+    done: Place
     validating: bool
 
     __slots__ = ("called", "dispatch", "done", "engine", "event", "validating")

@@ -149,7 +149,7 @@ function follow() {
   const source = new EventSource("/api/live");
   const again = soon(load, 300);
   source.onopen = () => {
-    if (at("state").className === "lost" || !page.current) again(); // what has changed meanwhile
+    again(); // what has changed before the server notified this page
     at("state").className = "";
     at("state").textContent = "live";
   };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from pulsetrain.engine import Every
 from pulsetrain.engine.errors import ConfigurationError
 
 FIELDS = dataclasses.fields(TrainingConfig)
+DOCUMENTED = inspect.cleandoc(TrainingConfig.__doc__ or "")  # since Python 3.13, the compiler removes the indentation
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -28,13 +30,13 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 class TestTrainingConfig:
     @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
     def test_every_setting_is_documented_with_its_default(self, field: dataclasses.Field[Any]) -> None:
-        found = re.search(rf"^ {{8}}{field.name}: (.+) \[(.+)\]\.$", TrainingConfig.__doc__ or "", re.MULTILINE)
+        found = re.search(rf"^ {{4}}{field.name}: (.+) \[(.+)\]\.$", DOCUMENTED, re.MULTILINE)
         assert found is not None
         assert eval(found[2], {"Every": Every}) == default_of(field)
 
     def test_nothing_else_is_documented(self) -> None:
-        arguments = (TrainingConfig.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
-        assert re.findall(r"^ {8}(\w+):", arguments, re.MULTILINE) == [field.name for field in FIELDS]
+        arguments = DOCUMENTED.partition("Args:")[2].partition("Raises:")[0]
+        assert re.findall(r"^ {4}(\w+):", arguments, re.MULTILINE) == [field.name for field in FIELDS]
 
     @pytest.mark.parametrize(
         ("settings", "message"),

@@ -64,8 +64,10 @@ def test_arrow():
     assert tables.to_arrow([]).num_rows == 0
 
 
-@pytest.mark.parametrize(("function", "package"), [(tables.to_pandas, "pandas"), (tables.to_arrow, "pyarrow")])
-def test_a_missing_package_is_named(monkeypatch, function, package):
+@pytest.mark.parametrize(
+    ("function", "package", "extra"), [(tables.to_pandas, "pandas", "pandas"), (tables.to_arrow, "pyarrow", "arrow")]
+)
+def test_a_missing_package_is_named(monkeypatch, function, package, extra):
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(ConfigurationError, match=f"pip install {package}"):
+    with pytest.raises(ConfigurationError, match=rf"pip install 'pulsetrain\[{extra}\]'"):
         function(EVENTS)
