@@ -7,7 +7,8 @@ __all__ = ["NAMED", "SECTIONS"]
 SECTIONS = {
     "run": "the run folder; `{n}` becomes the next free number",
     "model": "required: the class of the model, or a function that returns it",
-    "data": "required: a function that returns the training set, or also the validation set, or several by name",
+    "data": "required: a function that returns the training loader, or a pair of the training and the validation "
+    "loader; instead of the latter, a mapping of several by name",
     "strategy": "what is optimised",
     "backend": "what computes a step",
     "parallel": "how several processes share the model; one process, or copies of the model, without it",
