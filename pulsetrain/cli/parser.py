@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    versions = f"pulsetrain {version('pulsetrain')} (torch {version('torch')}, Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=versions)
+    parser.add_argument("--version", action=_Version, help="show the versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for each in COMMANDS:
         module = each.__name__.rpartition(".")[2]
@@ -136,6 +135,19 @@ def _unpacked(given: object) -> object:
     from pulsetrain.runs.archive import unpacked
 
     return unpacked(given)
+
+
+class _Version(argparse.Action):
+    """Prints the versions, which are looked up only then: that takes longer than to declare all commands."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        from importlib.metadata import version
+
+        print(f"pulsetrain {version('pulsetrain')} (torch {version('torch')}, Python {platform.python_version()})")
+        parser.exit()
 
 
 class _Help(argparse.HelpFormatter):

@@ -7,6 +7,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,16 @@ def columns_of(runs: Sequence[RunSummary]) -> list[str]:
     """The columns by default: best metrics, and the settings in which the runs differ."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.best))[:_MOST]
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    differ = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1][:_MOST]
+    differ = [name for name in names if _differ([run.settings.get(name) for run in runs])][:_MOST]
     last = [name for name in _LAST if name == "updated" or any(value_of(run, name, Path()) for run in runs)]
     return [*_FIRST, *metrics, *differ, *last]
+
+
+def _differ(values: Sequence[object]) -> bool:
+    """Whether there are several; 1 and 1.0 and True are, and NaN is always the same."""
+    first = values[0]
+    others = (each for each in values if each is not first and (each != first or type(each) is not type(first)))
+    return any(repr(each) != repr(first) for each in others)
 
 
 def value_of(run: RunSummary, column: str, root: Path) -> Any:
@@ -63,15 +71,16 @@ def sorted_by(runs: Sequence[RunSummary], column: str, root: Path, *, reverse: b
         ConfigurationError: no run has such a column.
     """
     check_columns([column], runs)
-    have = [run for run in runs if value_of(run, column, root) is not None]
-    lack = [run for run in runs if value_of(run, column, root) is None]
+    values = [value_of(run, column, root) for run in runs]
+    have = [(_key(value), run) for value, run in zip(values, runs, strict=True) if value is not None]
+    lack = [run for value, run in zip(values, runs, strict=True) if value is None]
+    have.sort(key=itemgetter(0), reverse=reverse)
+    return [*(run for _, run in have), *lack]
 
-    def key(run: RunSummary) -> tuple[str, Any]:
-        value = value_of(run, column, root)
-        is_number = isinstance(value, int | float)
-        return ("", float(value)) if is_number else (type(value).__name__, str(value))
 
-    return [*sorted(have, key=key, reverse=reverse), *lack]
+def _key(value: object) -> tuple[str, Any]:
+    """Orders numbers before texts."""
+    return ("", float(value)) if isinstance(value, int | float) else (type(value).__name__, str(value))
 
 
 def check_columns(columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
@@ -80,9 +89,12 @@ def check_columns(columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
     Raises:
         ConfigurationError: there is one; the message names the nearest.
     """
+    if all(column in _OWN for column in columns):
+        return
     known = dict.fromkeys(_OWN)
     for run in runs:
-        known |= dict.fromkeys((*run.best, *run.last, *run.settings))
+        for names in (run.best, run.last, run.settings):
+            known.update(dict.fromkeys(names))
     for column in columns:
         if column not in known:
             raise unknown_name("pulsetrain runs", "column", column, known)
@@ -91,9 +103,10 @@ def check_columns(columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
 def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """Aligned columns under a header."""
     rows = [list(columns), *([_cell(run, name, root) for name in columns] for run in runs)]
-    widths = [max(len(row[number]) for row in rows) for number in range(len(columns))]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    line = "  ".join(f"{{:<{width}}}" for width in widths)
     for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield line.format(*row).rstrip()
 
 
 def as_json(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
@@ -118,11 +131,18 @@ FORMATS: dict[str, Callable[[Sequence[RunSummary], Sequence[str], Path], Iterato
 
 
 def path_of(folder: Path, root: Path) -> str:
-    """The run's path below the root."""
-    try:
-        return str(folder.relative_to(root)) if folder != root else folder.name
-    except ValueError:
-        return str(folder)
+    """The run's path below the root.
+
+    >>> [path_of(Path(folder), Path("runs")) for folder in ("runs/a/b", "runs", "/runs/a")]
+    ['a/b', 'runs', '/runs/a']
+    """
+    path, above = str(folder), str(root)
+    if path == above:
+        return folder.name
+    if above == ".":
+        return path
+    above = above if above.endswith("/") else f"{above}/"
+    return path.removeprefix(above)  # of texts: relative_to takes 20 times as long
 
 
 def _cell(run: RunSummary, column: str, root: Path) -> str:
