@@ -13,9 +13,9 @@ import argparse
 import platform
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from pulsetrain.cli.archives import archives_as_folders
 from pulsetrain.cli.commands import (
     archive,
     bisect,
@@ -121,20 +121,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the chosen command; returns its exit status."""
-    for name in arguments.archives:
-        setattr(arguments, name, _unpacked(getattr(arguments, name)))
-    status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
+    with archives_as_folders(arguments):
+        status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
     return status
-
-
-def _unpacked(given: object) -> object:
-    if isinstance(given, list):
-        return [_unpacked(each) for each in given]
-    if not isinstance(given, Path) or not given.is_file():
-        return given
-    from pulsetrain.runs.archive import unpacked
-
-    return unpacked(given)
 
 
 class _Version(argparse.Action):
