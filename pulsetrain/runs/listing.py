@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.runs.summary import RunSummary
 
 __all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "sorted_by", "value_of"]
@@ -70,7 +71,7 @@ def sorted_by(runs: Sequence[RunSummary], column: str, root: Path, *, reverse: b
     Raises:
         ConfigurationError: no run has such a column.
     """
-    check_columns([column], runs)
+    check_columns("sort", [column], runs)
     values = [value_of(run, column, root) for run in runs]
     have = [(_key(value), run) for value, run in zip(values, runs, strict=True) if value is not None]
     lack = [run for value, run in zip(values, runs, strict=True) if value is None]
@@ -83,8 +84,13 @@ def _key(value: object) -> tuple[str, Any]:
     return ("", float(value)) if isinstance(value, int | float) else (type(value).__name__, str(value))
 
 
-def check_columns(columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
+def check_columns(argument: str, columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
     """Refuse a column that no run has.
+
+    Args:
+        argument: that names the columns, for the message.
+        columns: their names.
+        runs: whose metrics and settings may be named.
 
     Raises:
         ConfigurationError: there is one; the message names the nearest.
@@ -97,7 +103,18 @@ def check_columns(columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
             known.update(dict.fromkeys(names))
     for column in columns:
         if column not in known:
-            raise unknown_name("pulsetrain runs", "column", column, known)
+            near = _nearest(column, known)
+            there = f"the closest are {near}" if near else f"besides metrics and settings there are {', '.join(_OWN)}"
+            raise ConfigurationError(f"no run has this column; {there}", "pulsetrain runs", **{argument: column})
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The three names that are most alike, or have a part of this name; "" if none is."""
+    lower = {each.lower(): each for each in known}
+    wanted = name.lower()
+    within = [each for each in lower if wanted and wanted in each]
+    near = dict.fromkeys([*get_close_matches(wanted, lower, n=3), *within[:3]])
+    return ", ".join(lower[each] for each in [*near][:3])
 
 
 def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
