@@ -10,7 +10,8 @@ from pathlib import Path
 from pulsetrain.cli.reports import OK
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.export.event_formats import format_count
-from pulsetrain.runs.archive import SUFFIX, is_archive, unpacked, write_archive
+from pulsetrain.runs.archive import is_archive, unpacked, write_archive
+from pulsetrain.runs.summary import ARCHIVE_SUFFIX
 
 __all__ = ["run"]
 
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _archive(run_folder: Path, arguments: argparse.Namespace) -> str:
-    target = arguments.into / f"{run_folder.resolve().name}{SUFFIX}"
+    target = arguments.into / f"{run_folder.resolve().name}{ARCHIVE_SUFFIX}"
     if run_folder.resolve() in target.resolve().parents:
         raise ConfigurationError(f"--into {arguments.into}: is in the run folder, which is only read; choose another")
     if target.exists() and not arguments.force:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import platform
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+from pulsetrain.cli.archives import archives_as_folders
 from pulsetrain.cli.commands import (
     archive,
     bisect,
@@ -122,10 +121,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the chosen command; returns its exit status."""
-    for name in arguments.archives:
-        setattr(arguments, name, _unpacked(getattr(arguments, name)))
     try:
-        status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
+        with archives_as_folders(arguments):
+            status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
     except ModuleNotFoundError as error:
         missing = missing_package(f"pulsetrain {arguments.command}", error)
         if missing is None:
@@ -134,18 +132,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _unpacked(given: object) -> object:
-    if isinstance(given, list):
-        return [_unpacked(each) for each in given]
-    if not isinstance(given, Path) or not given.is_file():
-        return given
-    from pulsetrain.runs.archive import unpacked
-
-    return unpacked(given)
-
-
 class _Version(argparse.Action):
-    """Looks up the versions only where they are asked for: a package may be missing."""
+    """Prints the versions, which are looked up only then: it takes longer than declaring all commands does."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "nargs": 0, "default": argparse.SUPPRESS})
@@ -157,6 +145,8 @@ class _Version(argparse.Action):
 
 
 def _version_of(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from pulsetrain.cli.archives import named
 from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.instantiate import instantiate
@@ -113,7 +114,7 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
     total = replay.last_iteration
     stop: Stop | None = replay.stops[0] if replay.stops and failed is None else None
     return {
-        "run": str(folder),
+        "run": named(str(folder)),
         "handler": text,
         "stopped": stop is not None,
         **{name: getattr(stop, name, None) for name in ("epoch", "iteration", "reason")},

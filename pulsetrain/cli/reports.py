@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, cast
 
+from pulsetrain.cli.archives import named
 from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import PulsetrainError
 
@@ -23,7 +24,7 @@ def report(error: BaseException, status: int = USAGE) -> int:
 
     Notes, which say where in the code the error was raised, are printed for errors that are not ours.
     """
-    text = str(error) or type(error).__name__
+    text = named(str(error)) or type(error).__name__
     expected = isinstance(error, PulsetrainError)
     print(f"pulsetrain: {_who()}error: {text if expected else f'{type(error).__name__}: {text}'}", file=sys.stderr)
     for note in () if expected else getattr(error, "__notes__", ()):

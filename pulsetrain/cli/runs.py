@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = [each for each in chosen if each.status.value in arguments.status]
     chosen = [each for each in chosen if set(arguments.tag) <= set(each.tags)]
     columns = arguments.columns or columns_of(chosen)
-    check_columns([arguments.sort, *columns], found)
+    check_columns("sort", [arguments.sort], found)
+    check_columns("columns", columns, found)
     chosen = sorted_by(chosen, arguments.sort, root, reverse=arguments.reverse)[: arguments.limit]
     with until_closed():
         if not chosen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pulsetrain.cli.archives import named
 from pulsetrain.cli.launch import Launch, launch_once
 from pulsetrain.cli.reports import DAMAGED, FAILED, OK, report, until_closed
 from pulsetrain.cli.results import logs_on_stderr, run_folder
@@ -49,7 +50,7 @@ def _launch(how: Launch, run: Path, arguments: argparse.Namespace) -> int:
             "--launch.min_nproc: a run is repeated by as many processes as --launch.nproc says; leave it out"
         )
     check_request(run, arguments.first, arguments.last, how.nproc)
-    words = ["verify", str(run)]
+    words = ["verify", named(str(run))]  # each process unpacks an archive itself
     for name, value in (("from", arguments.first), ("to", arguments.last)):
         words += [f"--{name}", str(value)] if value is not None else []
     threads = (read_run_file(run).get("environment") or {}).get("threads")

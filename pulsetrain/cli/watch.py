@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -38,7 +39,8 @@ def _print(runs: Sequence[Watched]) -> int:
         each.update()
         if each.error:
             raise RecordingError(each.error)
+    columns = shutil.get_terminal_size((0, 0)).columns
     with until_closed():
         for number, each in enumerate(runs):
-            print("\n".join(["", *as_text(each)] if number else as_text(each)))
+            print("\n".join(["", *as_text(each, columns)] if number else as_text(each, columns)))
     return DAMAGED if any(each.run.damage for each in runs) else OK

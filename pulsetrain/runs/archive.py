@@ -28,9 +28,8 @@ from pulsetrain.runs.credentials import without_credentials
 from pulsetrain.runs.summary import RunSummary, Status, is_run, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
-__all__ = ["SUFFIX", "Archived", "Kept", "is_archive", "summarize_archive", "unpacked", "write_archive"]
+__all__ = ["Archived", "Kept", "is_archive", "summarize_archive", "unpacked", "write_archive"]
 
-SUFFIX = ".run.zip"
 _CONTENTS = "pulsetrain-archive.json"
 _FORMAT = 1
 _STORED = frozenset({".zst", ".png", ".gz", ".zip", ".pt", ".safetensors", ".mp4", ".jpg"})

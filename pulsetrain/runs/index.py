@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Container, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -13,14 +12,13 @@ import msgspec
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.files import log_files
-from pulsetrain.runs.archive import SUFFIX, summarize_archive
-from pulsetrain.runs.summary import RunSummary, Status, is_run, is_run_of, summarize
+from pulsetrain.runs.summary import ARCHIVE_SUFFIX, RunSummary, Status, is_run, is_run_of, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
 __all__ = ["INDEX", "RunIndex", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 3  # of what is remembered
+_VERSION = 4  # of what is remembered
 _DEPTH = 6  # folders below the root
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
@@ -56,8 +54,8 @@ class RunIndex:
         Args:
             archives: whether runs that were archived as files are listed, too.
         """
-        known = {path: each for path, each in self._known().items() if archives or not path.endswith(SUFFIX)}
-        self.signs = signs = {path: sign_of(path) for path in self._found(archives)}
+        known = {path: each for path, each in self._known().items() if archives or not path.endswith(ARCHIVE_SUFFIX)}
+        self.signs = signs = dict(self._found(archives))
         fresh = {path for path, sign in signs.items() if path not in known or known[path][0] != sign}
         found = {path: summary for path, (_, summary) in known.items() if path in signs and path not in fresh}
         read = dict(zip(sorted(fresh), _read(sorted(fresh)), strict=True))
@@ -71,7 +69,8 @@ class RunIndex:
             )
         return [found[path] for path in sorted(found)]
 
-    def _found(self, archives: bool) -> Iterator[str]:
+    def _found(self, archives: bool) -> Iterator[tuple[str, str]]:
+        """The paths of runs and archives, with their signs."""
         todo = [(str(self.root), 0)]
         while todo:
             folder, depth = todo.pop()
@@ -81,9 +80,13 @@ class RunIndex:
             except OSError:
                 continue
             if is_run_of(here):
-                yield folder
+                yield folder, _sign(folder, here)
             if archives:
-                yield from (each.path for name, each in here.items() if name.endswith(SUFFIX) and each.is_file())
+                yield from (
+                    (each.path, sign_of(each.path))
+                    for name, each in here.items()
+                    if name.endswith(ARCHIVE_SUFFIX) and each.is_file()
+                )
             if depth < _DEPTH:
                 todo += [
                     (each.path, depth + 1)
@@ -133,26 +136,41 @@ def _is_settled(summary: RunSummary) -> bool:
     return summary.status not in (Status.RUNNING, Status.STALLED)
 
 
-def sign_of(folder: str) -> str:
+def sign_of(path: str) -> str:
     """What changes when a file changes that a summary is read from; of an archive, the file itself."""
+    if _is_archive(path):
+        return _sizes(path, ("",))
+    try:
+        return _sign(path, os.listdir(path))
+    except OSError:
+        return ""
+
+
+def _sign(folder: str, names: Container[str]) -> str:
+    """The sign of a run folder that holds these names."""
+    return _sizes(folder, [name for name in _FILES if name.split("/", 2)[1] in names])
+
+
+def _sizes(path: str, names: Iterable[str]) -> str:
     parts = []
-    for name in ("",) if _is_archive(folder) else _FILES:
+    for name in names:
         try:
-            status = os.stat(folder + name)
+            status = os.stat(path + name)
         except OSError:
-            parts.append("-")
-        else:
-            parts.append(f"{status.st_size}:{status.st_mtime_ns}")
+            continue
+        parts.append(f"{name}:{status.st_size}:{status.st_mtime_ns}")
     return " ".join(parts)
 
 
 def _is_archive(path: str) -> bool:
-    return path.endswith(SUFFIX) and os.path.isfile(path)
+    return path.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path)
 
 
 def _read(paths: list[str]) -> list[RunSummary | None]:
     if len(paths) < _MANY or (os.cpu_count() or 1) < 2:
         return [_summary(path) for path in paths]
+    from concurrent.futures import ProcessPoolExecutor  # here: a known folder is listed without
+
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         return list(pool.map(_summary, paths, chunksize=64))
 
@@ -160,7 +178,11 @@ def _read(paths: list[str]) -> list[RunSummary | None]:
 def _summary(path: str) -> RunSummary | None:
     """The summary of a run; None if it has just been removed."""
     try:
-        return summarize_archive(Path(path)) if _is_archive(path) else summarize(Path(path))
+        if _is_archive(path):
+            from pulsetrain.runs.archive import summarize_archive  # here, as zipfile is
+
+            return summarize_archive(Path(path))
+        return summarize(Path(path))
     except (RunFolderError, OSError):
         return None
 

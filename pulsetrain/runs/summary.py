@@ -8,13 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import yaml
 
-from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.engine.metric_words import Mode, mode_of_words
 from pulsetrain.engine.recording.ending import ENDS, Ending, ending_of
@@ -26,8 +25,9 @@ from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
 from pulsetrain.runs.tags import read_tags
 
-__all__ = ["PARTS", "RunSummary", "Status", "is_run", "is_run_of", "status_of", "summarize"]
+__all__ = ["ARCHIVE_SUFFIX", "PARTS", "RunSummary", "Status", "is_run", "is_run_of", "status_of", "summarize"]
 
+ARCHIVE_SUFFIX = ".run.zip"
 PARTS = ("run.json", "events")
 """What a run folder has one of, unless it has a configuration and one of _KEPT."""
 _KEPT = frozenset({"checkpoints", "metrics.csv", "plots", "crash", "crash.txt"})
@@ -175,6 +175,7 @@ class _Seen:
         self.best: dict[str, float] = {}
         self.ending: Ending | None = None
         self._modes, self._log = modes, log
+        self._mode_of = cache(self._mode)  # it is asked for each value
         if log is not None:
             self._read(log)
 
@@ -225,7 +226,7 @@ class _Seen:
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
             self.last[name] = float(number)
-            mode = self._mode(name) if event.event in _JUDGED else None
+            mode = self._mode_of(name) if event.event in _JUDGED else None
             if mode is not None and number == number:
                 best = self.best.get(name)
                 is_better = best is None or (number < best if mode == "min" else number > best)
@@ -330,6 +331,10 @@ def _created(described: Mapping[str, Json]) -> float | None:
 
 def _settings(folder: Path, described: Mapping[str, Json]) -> dict[str, Json]:
     """Those of config.yaml, or else the training's own from run.json, by dotted names."""
+    import yaml  # here, as where all runs are known it is not needed
+
+    from pulsetrain.configuration.yaml_text import load_yaml
+
     try:
         found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"), fast=True)
     except (OSError, ValueError, yaml.YAMLError):

@@ -17,6 +17,7 @@ __all__ = ["as_text", "curve_title", "mark_lines", "process_lines", "progress_li
 
 _BAR = 16  # characters
 _PICTURE = 60, 6  # characters of a curve in a text
+_LEAST_PICTURE = 30
 _EVENTS, _MARKS = 12, 8  # that a text has at most
 _AGE = 5.0  # seconds without an event, after which that is shown
 
@@ -97,8 +98,18 @@ def curve_title(watched: Watched, name: str) -> str:
     return plain(name) + ("" if curve is None else f"  {number(curve.last[1])}")
 
 
-def as_text(watched: Watched) -> Iterator[str]:
-    """Everything about a run, for `--once`."""
+def as_text(watched: Watched, columns: int = 0) -> Iterator[str]:
+    """Everything about a run, for `--once`.
+
+    Args:
+        watched: the run.
+        columns: the width of the terminal, where lines are cut; 0 if the text does not go to one.
+    """
+    for line in _lines(watched, max(columns, _LEAST_PICTURE) if columns else _PICTURE[0]):
+        yield line if not columns or len(line) <= columns else f"{line[: columns - 1]}…"
+
+
+def _lines(watched: Watched, width: int) -> Iterator[str]:
     yield from watched.problems
     yield progress_line(watched)
     run = watched.run
@@ -109,7 +120,7 @@ def as_text(watched: Watched) -> Iterator[str]:
     curves = run.curves
     for name in watched.curve_names():
         yield from ("", curve_title(watched, name))
-        for cells in draw([curves[name].points(4 * _PICTURE[0])], *_PICTURE):
+        for cells in draw([curves[name].points(4 * width)], width, _PICTURE[1]):
             yield "".join(cell.character for cell in cells).rstrip()
     for row in ("checkpoints", "anomalies"):
         lines = mark_lines(watched, row, _MARKS)

@@ -109,10 +109,11 @@ class EventLog:
         tail = mapped(self._tail)
         lines = [line for line in bytes(tail).rstrip(b"\n\0").split(b"\n") if line]  # most lines are empty
         self._data = mapped(self._sealed)
-        head = recovered(lines, -1).head if lines else None
+        found = recovered(lines)
+        head = found.head
         self._contents: Contents = scan(self._sealed, self._data, head.run if head is not None else "")
         self._index = self._contents.index
-        found = recovered(lines, self._index.last_seq)
+        found.drop_sealed(self._index.last_seq)
         self._events, self._run = found.events, head.run if head is not None else ""
         self._closed = head is not None and head.ended and head.after == self._index.last_seq
         self.damage: list[Damage] = find_damage(self._sealed, self._data, self._contents, self._tail, found, len(tail))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -89,9 +90,13 @@ class TailHead(msgspec.Struct, frozen=True):
 class Recovered:
     """The content of a tail."""
 
-    events: list[LoggedEvent]  # that are not sealed yet, in the order of seq
+    events: list[LoggedEvent]  # in the order of seq
     torn: list[bytes]  # damaged lines
     head: TailHead | None  # None if it is lost, and in a log of format 1
+
+    def drop_sealed(self, last: int) -> None:
+        """Forget the events up to a seq: they are in the sealed file."""
+        self.events = [event for event in self.events if event.seq > last]
 
 
 def mapped(path: Path) -> Data:
@@ -168,27 +173,36 @@ def check_format(path: Path, version: int) -> None:
         )
 
 
-def recovered(lines: Sequence[bytes], after: int) -> Recovered:
+def recovered(lines: Sequence[bytes]) -> Recovered:
     """Decode a tail's lines.
 
     Args:
         lines: as they are in the file.
-        after: the last sealed seq; events up to it are left out.
     """
     events: dict[int, LoggedEvent] = {}
     found = Recovered([], [], None)
-    for line in lines:
-        whole = unchecked(line)
+    wholes = [unchecked(line) for line in lines]
+    decoded = iter(_decoded([whole for whole in wholes if whole is not None]))
+    for line, whole in zip(lines, wholes, strict=True):
+        event = next(decoded) if whole is not None else None
         try:
-            event = decode(whole)[0] if whole is not None else None
             if whole is not None and event is not None and event.event == HEAD:
                 found.head = TailHead.of_line(whole)  # a tail that was being replaced may hold two: the last one counts
                 continue
-        except (msgspec.DecodeError, msgspec.ValidationError, IndexError):
+        except (msgspec.DecodeError, msgspec.ValidationError):
             event = None
         if event is None:
             found.torn.append(line)
-        elif event.seq > after and (event.seq not in events or events[event.seq].open):
+        elif event.seq not in events or events[event.seq].open:
             events[event.seq] = event
     found.events = [events[seq] for seq in sorted(events)]
     return found
+
+
+def _decoded(lines: Sequence[bytes]) -> Sequence[LoggedEvent | None]:
+    """The event of each line; None for a line that has none. All together take half the time of one by one."""
+    with suppress(msgspec.DecodeError, msgspec.ValidationError):
+        events = decode(b"\n".join(lines))
+        if len(events) == len(lines):
+            return events
+    return [_decoded([line])[0] for line in lines] if len(lines) > 1 else [None] * len(lines)

@@ -120,10 +120,11 @@ class LogWriter:
             size: its size in bytes when it was found.
         """
         lines, data = self._tail.lines(), mapped(self.path)
-        head = recovered(lines, -1).head
+        found = recovered(lines)
+        head = found.head
         contents = scan(self.path, data, head.run if head is not None else "")
         index = contents.index
-        found = recovered(lines, index.last_seq)
+        found.drop_sealed(index.last_seq)
         is_new = not lines and not len(data)
         damage = [] if is_new else find_damage(self.path, data, contents, tail, found, size)
         self.run = (head.run if head is not None else "") or index.run or self.run or uuid.uuid4().hex

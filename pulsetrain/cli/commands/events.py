@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from pulsetrain.cli.commands.rank_option import add_rank
-from pulsetrain.export.event_formats import FORMATS
 
 __all__ = ["add_arguments"]
 
@@ -54,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the fields to print, such as epoch,output.loss",
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default="table", help="the format of the output; json prints one object per line"
+        "--format",
+        choices=("table", "json", "csv"),
+        default="table",
+        help="the format of the output; json prints one object per line",
     )
     parser.add_argument(
         "--follow", action="store_true", help="wait for new events until the run ends or Ctrl-C is pressed"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 __all__ = ["add_arguments"]
 
+ARCHIVES = ("folder",)
 HELP = "train a recorded run again and compare"
 SYNOPSIS = "pulsetrain verify RUN [--from ITERATION] [--to ITERATION] [--launch.nproc N]"
 DESCRIPTION = """\
@@ -33,7 +34,7 @@ damaged or missing, or some iterations could not be compared, the rest reproduce
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder or its archive")
     parser.add_argument(
         "--from",
         dest="first",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 __all__ = ["add_arguments"]
 
+ARCHIVES = ("runs",)
 HELP = "show runs in the terminal while they train"
 DESCRIPTION = """\
 Show a run in the terminal while it trains: progress and time left, curves, the speed and
@@ -32,6 +33,6 @@ exit status: 0 done; 2 wrong input; 3 --once: a log is damaged, and its readable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder or its archive")
     parser.add_argument("--where", metavar="CONDITION", help="list only events for which this is true")
     parser.add_argument("--once", action="store_true", help="print the state of the runs as text, and leave")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 __all__ = ["add_arguments"]
 
+ARCHIVES = ("folder",)
 HELP = "show where each process of a run stands"
 DESCRIPTION = """\
 Show the last event of each process of a run, what the process did then, and which of
@@ -24,5 +25,5 @@ exit status: 0 done; 2 the folder holds no log
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder or its archive")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="the format of the output")

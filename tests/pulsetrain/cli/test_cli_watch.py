@@ -46,6 +46,21 @@ def test_once_prints_the_state_of_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert "\x1b" not in found
 
 
+@pytest.mark.parametrize("columns", [40, 100])
+def test_once_fits_into_the_columns(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    write_run(tmp_path / "run", [1.0, 0.5, 0.25])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    found = printed(capsys, str(tmp_path / "run"), "--once").splitlines()
+    widths = {len(line) for line in found}
+    assert max(widths) <= columns
+    assert any(len(line) > columns - 5 for line in found if "│" in line)
+    monkeypatch.delenv("COLUMNS")
+    whole = printed(capsys, str(tmp_path / "run"), "--once")
+    assert "…" not in whole
+
+
 def test_once_needs_no_textual(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "textual", None)
     write_run(tmp_path / "a", [1.0, 0.5])

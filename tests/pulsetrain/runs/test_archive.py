@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -75,6 +76,68 @@ def test_a_run_equals_its_archive(run: Path, capsys: pytest.CaptureFixture[str])
     assert main(["diff", "runs/a", "a.run.zip"]) == 0
     write_run(Path("runs/b"), [1.0, 0.25])
     assert main(["diff", "runs/b", "a.run.zip"]) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["diff", "RUN", "runs/b"],
+        ["diff", "--ranks", "RUN"],
+        ["replay", "RUN", "runs/b", "--handler", "early_stopping:patience=1,metric=val/loss"],
+        ["replay", "RUN", "--handler", "early_stopping:patience=1,metric=no"],
+        ["replay", "RUN", "--rank", "3", "--handler", "early_stopping:patience=1,metric=val/loss"],
+        ["where", "RUN"],
+        ["verify", "RUN"],
+        ["watch", "RUN", "--once"],
+        ["events", "RUN", "--check"],
+        ["events", "RUN", "--event", "none"],
+    ],
+    ids=" ".join,
+)
+def test_what_a_command_says_of_an_archive_names_it(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]):
+    """The same as of the folder, if that had the archive's name."""
+    write_run(Path("runs/b"), [1.0, 0.25])
+    assert main(["archive", "runs/a"]) == 0
+    run.rename("folder.zip")
+    capsys.readouterr()
+
+    def said(name: str) -> tuple[int, str, str]:
+        status = main([name if word == "RUN" else word for word in words])
+        found = capsys.readouterr()
+        return status, *(re.sub(r"[\d,]+ s ago", "N s ago", text).rstrip() for text in (found.out, found.err))
+
+    of_folder = said("folder.zip")
+    Path("folder.zip").rename("moved")
+    Path("a.run.zip").rename("folder.zip")
+    of_archive = said("folder.zip")
+    if words[0] == "watch":  # its head is the name of the run
+        of_folder = (of_folder[0], of_folder[1].replace("folder.zip", "a", 1), of_folder[2])
+    assert of_archive == of_folder
+    assert "pulsetrain-archive-" not in "".join(of_archive[1:])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fork", "a.run.zip", "--at", "5", "--into", "b"],
+        ["tag", "a.run.zip", "--add", "good"],
+        ["prune", "a.run.zip"],
+        ["debug", "a.run.zip"],
+        ["runs", "a.run.zip"],
+        ["serve", "a.run.zip"],
+        ["checkpoint", "consolidate", "a.run.zip", "--into", "b"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_needs_a_folder_says_how_to_get_it(
+    words: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["archive", "runs/a"]) == 0
+    capsys.readouterr()
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"a.run.zip: is an archive, and `pulsetrain {words[0]}` needs a folder" in said
+    assert said.endswith("unpack it: pulsetrain archive --unpack a.run.zip --into FOLDER\n")
 
 
 def test_unpack_makes_a_run_folder(run: Path, capsys: pytest.CaptureFixture[str]):
