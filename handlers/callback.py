@@ -199,6 +199,7 @@ class CallbackList:
         return self
 
     def detach(self) -> None:
+        """Unsubscribe every callback's hooks."""
         for attachment in self._attachments.values():
             attachment.cancel()
         self._trainer = None

@@ -65,9 +65,11 @@ class _ShareCorrect:
         return right / counted if counted else math.nan
 
     def state_dict(self) -> dict[str, Tensor | int | None]:
+        """The two counts."""
         return {"right": self._right, "counted": self._counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with the saved counts."""
         self._right, self._counted = state["right"], state["counted"]
 
     def _hits(self, y_pred: Tensor, y: Tensor) -> Tensor:

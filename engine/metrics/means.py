@@ -90,9 +90,11 @@ class RunningMean:
         return self.mean().item()
 
     def state_dict(self) -> dict[str, Tensor | float | None]:
+        """The sums of the weighted values and of the weights."""
         return {"total": self._total, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with the saved sums."""
         self._total, self._weight = state["total"], state["weight"]
 
 

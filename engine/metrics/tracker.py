@@ -126,11 +126,13 @@ class MetricTracker(Mapping[str, list[float]]):
         return min(values) if mode == "min" else max(values)
 
     def state_dict(self) -> dict[str, list[float]]:
+        """The values of each metric, without provisional ones."""
         with self._lock:
             self._read()
             return {name: row.tolist() for name, row in self._values.items() if row}
 
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+        """Replaces all values by the saved ones."""
         values = {name: array("d", row) for name, row in state.items() if row}
         with self._lock:
             self.reset()

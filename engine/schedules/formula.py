@@ -25,11 +25,18 @@ class Schedule(Protocol):
     different schedule.
     """
 
-    def get_lr(self, step: int) -> float: ...
+    def get_lr(self, step: int) -> float:
+        """The rate of the update that follows `step` others."""
 
-    def state_dict(self) -> dict[str, object]: ...
+    def state_dict(self) -> dict[str, object]:
+        """The type and the parameters."""
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Checks that a saved state is this schedule's.
+
+        Raises:
+            CheckpointError: it is not.
+        """
 
 
 @cache
@@ -94,6 +101,7 @@ class Formula:
             raise refused(self, "is above {initial_lr}", "min_lr", "initial_lr")
 
     def get_lr(self, step: int) -> float:
+        """The rate of the update that follows `step` others."""
         raise NotImplementedError
 
     def __rshift__(self, then: Schedule) -> Sequential:

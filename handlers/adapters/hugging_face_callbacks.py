@@ -88,6 +88,7 @@ class HuggingFaceCallbacks(Handler):
         return {"callbacks": states, "log_history": list(self._state.log_history), "best": self._state.best_metric}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the callbacks' states, and what was logged."""
         for each, attributes in zip(self.callbacks, state["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(each, name, value)

@@ -107,6 +107,7 @@ class LightningCallbacks(Handler):
         return {"callbacks": [each.state_dict() if hasattr(each, "state_dict") else {} for each in self.callbacks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the callbacks' own states."""
         for each, saved in zip(self.callbacks, state["callbacks"], strict=True):
             if hasattr(each, "load_state_dict"):
                 each.load_state_dict(saved)

@@ -102,6 +102,7 @@ class Averaging(Handler):
         return self._weights is not None and any(each in parameters for each in self._weights.model.parameters())
 
     def state_dict(self) -> dict[str, object]:
+        """The average, and the iteration and update of its last change."""
         at = None if self._averaged_at is None else list(self._averaged_at)
         average = self._weights.state_dict() if self._weights is not None else self._awaiting
         return {"averaged_at": at, "average": average}

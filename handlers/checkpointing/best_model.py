@@ -141,9 +141,11 @@ class BestModel(Handler):
         model.load_state_dict(self._weights)
 
     def state_dict(self) -> dict[str, object]:
+        """The best value, its iteration and its weights."""
         return {"best_value": self.best_value, "best_iteration": self.best_iteration, "weights": self._weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the best value, its iteration and its weights; the model is unchanged."""
         self.best_value, self.best_iteration = state["best_value"], state["best_iteration"]
         self._weights = state["weights"]  # never changed in place: an improvement is a new copy
 

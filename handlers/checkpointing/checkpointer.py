@@ -266,6 +266,7 @@ class Checkpointer(Handler):
         return {**self._ranking.state_dict(), "saved_at": self.saved_at, "saved_on": self._saved_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the ranking of the best, and when the last save was."""
         self._ranking.load_state_dict(state)
         self.saved_at, self._saved_on = state["saved_at"], state.get("saved_on")
 

@@ -151,6 +151,7 @@ class HuggingFaceExporter(Handler):
         return {"best_value": self.best_value, "best_iteration": self.best_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the best value and its iteration."""
         self.best_value, self.best_iteration = state["best_value"], state["best_iteration"]
 
     def _on_started(self, engine: Engine) -> None:

@@ -96,10 +96,12 @@ class EarlyStopping(Handler):
         return self.counter >= self.patience
 
     def state_dict(self) -> dict[str, object]:
+        """The best value, how many values followed it, and whether the last one was an improvement."""
         state: dict[str, object] = {"best_value": self.best_value, "counter": self.counter, "is_best": self.is_best}
         return state if self._round == _VALIDATION else {**state, "round": self._round}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what was seen."""
         best = state["best_value"]
         self.best_value = None if best is None else float(best)
         self.counter = int(state["counter"])

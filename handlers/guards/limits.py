@@ -82,9 +82,11 @@ class TimeLimit(Handler):
         return self._before + (self._last - self._began)
 
     def state_dict(self) -> dict[str, float]:
+        """The seconds used so far."""
         return {"used": self.used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count the seconds used before, if the limit is that of the run."""
         if self.of == "run":
             self._before = max(float(state["used"]), self.used)  # a rewound run does not get its time back
             self._began = self._last

@@ -125,6 +125,7 @@ class LossSpikeGuard(Guard):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the window, the spikes, and the losses that are not checked yet."""
         self._losses = deque(state["losses"], maxlen=self.window)
         self._in_a_row = list(state["in_a_row"])
         self._spiking, self._bound = state["spiking"], state["bound"]

@@ -129,6 +129,7 @@ class NaNGuard(Guard):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counts, and the updates that are not checked yet."""
         self.skipped, self._in_a_row = state["skipped"], dict(state["in_a_row"])
         self._updated_at = dict(state["updated_at"])
         self._unseen = [

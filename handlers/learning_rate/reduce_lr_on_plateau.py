@@ -145,6 +145,7 @@ class ReduceLROnPlateau(Handler):
         return {**progress, "scale": self._scale.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the values seen, and the factor that multiplies the schedules."""
         self._decide()
         for name in _PROGRESS:
             setattr(self._torch, name, state[name])

@@ -112,6 +112,7 @@ class ServiceLogger(MetricLogger):
         return {"key": self._key}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the service's run with the saved key."""
         self._key, self._ended = state["key"], False
 
     def open(self, engine: Engine) -> None:

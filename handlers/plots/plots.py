@@ -133,6 +133,7 @@ class Plots(Handler):
         return {name: run.state_dict() for name, run in self._runs.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the saved curves."""
         before, self._runs = self._runs, {}
         for name, saved in state.items():
             self._runs[name] = before.get(name, RunCurves())

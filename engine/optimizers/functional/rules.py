@@ -50,9 +50,11 @@ class FunctionalOptimizer:
         raise NotImplementedError
 
     def init(self, params: PyTree) -> OptimizerState:
+        """The state of the first update of these parameters."""
         return new_state(f"{type(self).__name__}.init", params, self.learning_rate, self._averages, self.decay_mask)
 
     def update(self, grads: PyTree, opt_state: OptimizerState, params: PyTree) -> tuple[PyTree, OptimizerState]:
+        """What is to be added to the parameters, and the next state."""
         place = f"{type(self).__name__}.update"
         trees = open_trees(place, grads, opt_state, params, self._averages, self.decay_mask)
         updates, averages = self._step(trees, opt_state["step"], opt_state["learning_rate"])
