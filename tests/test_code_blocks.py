@@ -63,7 +63,8 @@ NEEDED = {
     "backends.md": ("jax",),
     "coming_from_lightning.md": ("lightning",),
     "coming_from_transformers.md": ("accelerate",),
-    "strategies.md": ("transformers", "gymnasium"),
+    "reinforcement_learning.md": ("transformers", "gymnasium"),
+    "strategies.md": ("transformers",),
 }
 ELSEWHERE = {  # where the Python of a page is tested otherwise
     "README.md": "tests/test_readme.py",
@@ -85,7 +86,7 @@ NOT_RUN = {  # a page, a text that occurs in one of its blocks of Python, and wh
     ("huggingface.md", "load_in_4bit"): "needs bitsandbytes; tests/integration/test_quantised_adapters.py",
     ("huggingface.md", "HuggingFaceExporter("): "a fragment; tests/integration/test_hugging_face_exports.py",
     ("huggingface.md", "load_dataset("): "needs files; tests/integration/test_streams_of_datasets.py",
-    ("strategies.md", "ServerSampler("): "needs a server; tests/engine/rollouts/test_server.py",
+    ("reinforcement_learning.md", "ServerSampler("): "needs a server; tests/engine/rollouts/test_server.py",
 }
 SLOW = pytest.mark.slow
 
