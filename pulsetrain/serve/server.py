@@ -24,6 +24,7 @@ from pulsetrain.engine.optional import load_optional
 __all__ = ["Address", "serve"]
 
 _TOKEN = re.compile(r"[\w.~-]{8,}", re.ASCII)
+_LONGEST_REQUEST = 1 << 20  # bytes
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
@@ -80,7 +81,9 @@ def serve(
             end_streams()
             super().handle_exit(sig, frame)
 
-    server = Ending(Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    # h11, as only its limit can be raised: a request names each run, and 500 long names take more than 64 kB
+    protocol: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": _LONGEST_REQUEST}
+    server = Ending(Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **protocol))
     try:
         on_start(address)
         with _terminated():

@@ -1,6 +1,6 @@
 // A chart of lines on a canvas, which draws 200 lines in a few milliseconds. Dragging selects a part of the x axis.
 
-import { make } from "/dom.js";
+import { make, spelled } from "/dom.js";
 
 const TOP = 6, RIGHT = 14, BOTTOM = 32, NEAR = 40; // pixels
 const MARKED = 40; // points of a line, up to which each has a mark
@@ -94,7 +94,7 @@ export function lineChart(title, zoom) {
     tip.hidden = dot.hidden = found === null;
     if (found === null) return;
     const [x, y] = [place.x(found.x), place.y(found.y)];
-    tip.textContent = `${found.line.name}\n${Number(found.y.toPrecision(6))} at ${found.x.toLocaleString("en", { maximumFractionDigits: 2 })}`;
+    tip.textContent = `${spelled(found.line.name)}\n${Number(found.y.toPrecision(6))} at ${found.x.toLocaleString("en", { maximumFractionDigits: 2 })}`;
     tip.style.borderColor = dot.style.background = found.line.color;
     Object.assign(dot.style, { left: `${x}px`, top: `${y}px` });
     Object.assign(tip.style, x > bounds.width / 2 ? { left: "auto", right: `${bounds.width - x + 8}px` } : { left: `${x + 8}px`, right: "auto" });

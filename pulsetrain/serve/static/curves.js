@@ -1,9 +1,10 @@
 // Charts of all curves of the selected runs. A zoom of one zooms all, and fetches the points of the part.
 
-import { query, colorOf, ask, failure, make, message, number, soon } from "/dom.js";
+import { query, colorOf, ask, failure, make, message, number, soon, spelled } from "/dom.js";
 import { lineChart } from "/chart.js";
 
 const SHOWN = 12; // charts at first
+const FEW_ERRORS = 4;
 const FIRST = ["val/loss", "train/loss", "loss, each iteration"];
 
 export function curves(view, page) {
@@ -49,7 +50,7 @@ export function curves(view, page) {
     choice.options[1].title = found.tokens ? "" : "none of these runs has counted tokens";
     const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : found.validated.includes(name) ? 3 : 4);
     names = found.names.sort((a, b) => rank(a) - rank(b));
-    note.replaceChildren(...Object.entries(found.errors).map(([run, why]) => make("p", { class: "error" }, `${run}: ${why}`)));
+    sayErrors(Object.entries(found.errors).map(([run, why]) => make("p", { class: "error" }, spelled(`${run}: ${why}`))));
     if (!names.length) note.append(message(found.pending.length ? `Reading ${found.pending.length} runs for the first time ...` : "These runs have recorded no values."));
     layOut();
     refetch();
@@ -111,8 +112,14 @@ export function curves(view, page) {
     }
   }
 
+  function sayErrors(lines) {
+    const more = lines.slice(FEW_ERRORS);
+    note.replaceChildren(...lines.slice(0, FEW_ERRORS));
+    if (more.length) note.append(make("details", {}, make("summary", { class: "error" }, `and ${number(more.length)} more runs that cannot be read`), ...more));
+  }
+
   function sayOmitted(found) {
-    const names = `${found.slice(0, 5).join(", ")}${found.length > 5 ? ", ..." : ""}`;
+    const names = `${found.slice(0, 5).map(spelled).join(", ")}${found.length > 5 ? ", ..." : ""}`;
     omitted.textContent = found.length ? `Without ${number(found.length)} of ${number(runs.length)} runs, whose logs have no token counts: ${names}. By iteration or time they are drawn.` : "";
   }
 

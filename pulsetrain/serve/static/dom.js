@@ -43,6 +43,11 @@ export function message(text) {
   return make("p", { class: "message" }, text);
 }
 
+// A name with its control characters and those that turn its direction spelled out.
+export function spelled(text) {
+  return String(text).replace(/[\p{Cc}\p{Cf}\u2028\u2029]/gu, (character) => `\\u{${character.codePointAt(0).toString(16)}}`);
+}
+
 // Calls the last of many requests, once there is a pause.
 export function soon(action, pause = 150) {
   let timer = null;
@@ -90,7 +95,7 @@ export function plain(text) {
 }
 
 export function runChooser(runs, chosen, onchange) {
-  const select = make("select", { "aria-label": "Run", onchange: () => onchange(select.value) }, ...runs.map((run) => make("option", { value: run }, run)));
+  const select = make("select", { "aria-label": "Run", onchange: () => onchange(select.value) }, ...runs.map((run) => make("option", { value: run }, spelled(run))));
   select.value = runs.includes(chosen) ? chosen : runs[0] ?? "";
   return select;
 }
@@ -108,7 +113,7 @@ export function ofOneRun(tools, load, ...others) {
 export function table(heads, rows) {
   const numeric = (cell) => typeof cell === "number" || cell === null;
   return make("div", { class: "scroll" }, make("table", {},
-    make("thead", {}, make("tr", {}, ...heads.map((head, at) => make("th", typeof rows[0]?.cells[at] === "number" ? { class: "number" } : {}, head)))),
+    make("thead", {}, make("tr", {}, ...heads.map((head, at) => make("th", typeof rows[0]?.cells[at] === "number" ? { class: "number" } : {}, spelled(head))))),
     make("tbody", {}, ...rows.map((row) => make("tr", row.differs ? { class: "differs" } : {}, ...row.cells.map((cell) =>
-      make("td", numeric(cell) ? { class: "number" } : {}, numeric(cell) ? number(cell) : cell)))))));
+      make("td", numeric(cell) ? { class: "number" } : {}, numeric(cell) ? number(cell) : typeof cell === "string" ? spelled(cell) : cell)))))));
 }

@@ -1,6 +1,6 @@
 // The page: the list of runs at the left, and the view that is chosen for the selected ones.
 
-import { ask, colorOf, make, message, number, soon } from "/dom.js";
+import { ask, colorOf, make, message, number, soon, spelled } from "/dom.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
 import { compare, media, whatif } from "/judging.js";
@@ -84,7 +84,7 @@ function item(run) {
   const box = make("input", { type: "checkbox", checked: page.selected.has(run.id), onchange: () => toggle(run.id, box.checked) });
   const color = make("span", { class: "dot" });
   color.style.background = colorOf(run.id);
-  const children = [box, color, make("span", { class: "name", title: run.id }, run.id), make("span", { class: `status ${run.status}`, title: run.reason }, run.status)];
+  const children = [box, color, make("span", { class: "name", title: spelled(run.id) }, spelled(run.id)), make("span", { class: `status ${run.status}`, title: run.reason }, run.status)];
   if (best || run.reason) children.push(make("span", { class: "detail", title: run.reason }, best || run.reason));
   if (run.status === "running" && run.progress !== null) {
     const bar = make("i");

@@ -1,6 +1,6 @@
 // What happened: a timeline, the events, forks, and where the processes of a run are.
 
-import { ask, colorOf, make, message, number, ofOneRun, plain, plainLayout, plotly, soon } from "/dom.js";
+import { ask, colorOf, make, message, number, ofOneRun, plain, plainLayout, plotly, soon, spelled } from "/dom.js";
 
 const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
 const KINDS = { completed: "circle", stopped: "square", failed: "x", fork: "diamond", best: "star" };
@@ -27,7 +27,7 @@ export function timeline(view) {
         marker: { symbol: marks[row].map((mark) => KINDS[mark[2]] ?? SYMBOLS[row]), color: colorOf(run), size: 8, line: { color: colorOf(run), width: 1 } },
       })));
     const layout = plainLayout();
-    layout.margin.l = 100;
+    Object.assign(layout.margin, { l: 100, b: 46 });
     layout.yaxis = { ...layout.yaxis, tickvals: rows.map((row, index) => rows.length - index - 0.5), ticktext: rows, range: [0, rows.length], showgrid: false, fixedrange: true };
     layout.xaxis.title = { text: "iteration" };
     chart.style.height = `${Math.min(900, 120 + rows.length * (24 + 9 * Object.keys(found).length))}px`;
@@ -71,7 +71,7 @@ export function events(view) {
     for (const key of Object.keys(rest)) if (rest[key] === null || (Array.isArray(rest[key]) && !rest[key].length)) delete rest[key];
     const text = JSON.stringify(rest);
     const values = text.length > 160 ? make("details", {}, make("summary", { class: "code" }, `${text.slice(0, 150)} ...`), make("pre", {}, JSON.stringify(rest, null, 1))) : make("span", { class: "code" }, text === "{}" ? "" : text);
-    return make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleTimeString()].map((cell) => make("td", {}, cell)), make("td", {}, values));
+    return make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleTimeString()].map((cell) => make("td", { class: "time" }, cell)), make("td", { class: "wide" }, values));
   }
 
   return { select: ofOneRun(tools, (chosen) => { run = chosen; return load(0); }, kind, where) };
@@ -92,7 +92,7 @@ export function lineage(view, page) {
         const text = found?.parent ? ` at iteration ${number(found.parent.iteration)}${changed ? `: ${changed}` : ""}` : "";
         const best = found ? Object.entries(found.best).slice(0, 2).map(([key, value]) => `${key} ${number(value, 4)}`).join(", ") : "not in this folder";
         const below = seen.has(run) ? [] : (children.get(run) ?? []).map((each) => branch(each, new Set([...seen, run])));
-        return make("li", {}, make("strong", {}, run), text, make("span", { class: "muted" }, best ? `  ${best}` : ""), below.length ? make("ul", { class: "tree" }, ...below) : null);
+        return make("li", {}, make("strong", {}, spelled(run)), text, make("span", { class: "muted" }, best ? `  ${best}` : ""), below.length ? make("ul", { class: "tree" }, ...below) : null);
       };
       view.replaceChildren(make("ul", { class: "tree" }, ...roots.map((run) => branch(run, new Set()))));
     },

@@ -208,6 +208,24 @@ def test_the_axis_of_a_constant_is_near_its_value(browser: Any):
     until(browser, lambda: json.loads(drawn.get_attribute("data-y")) == pytest.approx([0.009, 0.011]))
 
 
+def test_long_names_and_control_characters_do_not_break_the_page(chromium: Any, tmp_path: Path):
+    for name in ("long-" + "x" * 200, "ctl-\x1b[31m\u202eabc"):
+        write_run(tmp_path / name, [1.0, 0.5])
+    chromium.set_window_size(500, 900)
+    try:
+        with served(tmp_path) as address:
+            chromium.get(address)
+            until(chromium, lambda: chart(chromium, "val/loss").get_attribute("data-runs") == "2")
+            assert "ctl-\\u{1b}[31m\\u{202e}abc" in text(chromium, "#runs")
+            for name in ("Curves", "Timeline", "Events", "Compare", "What if", "Media", "Processes"):
+                tab(chromium, name)
+                until(chromium, lambda: text(chromium) or chromium.find_elements("css selector", ".chart .trace"))
+                for wide in ("document.documentElement", "document.querySelector('main')"):
+                    assert chromium.execute_script(f"return {wide}.scrollWidth <= {wide}.clientWidth"), name
+    finally:
+        chromium.set_window_size(1400, 1100)
+
+
 def test_runs_without_token_counts_are_named(chromium: Any, tmp_path: Path):
     write_counting_run(tmp_path / "counting")
     for name in ("old", "older"):

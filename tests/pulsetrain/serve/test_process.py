@@ -1,7 +1,8 @@
-"""The server ends soon, whatever is open, and leaves nothing."""
+"""The server as a process: it takes long requests, ends soon, whatever is open, and leaves nothing."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 from urllib.request import urlopen
 
 import pytest
@@ -54,3 +55,18 @@ def test_it_ends_with_open_pages(number: signal.Signals, status: int, host: str,
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind((host, found.port))
+
+
+@pytest.mark.slow
+def test_500_runs_with_long_names_fit_into_a_request(tmp_path: Path):
+    write_run(tmp_path / "a", [1.0])
+    words = [sys.executable, "-m", "pulsetrain", "serve", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            address = server.stdout.readline().rpartition(": ")[2].strip()
+            names = [f"{'ü' * 120}{number}" for number in range(500)]
+            with urlopen(f"{address}api/names?{urlencode({'run': names}, doseq=True)}") as answer:
+                assert json.load(answer)["gone"] == names
+        finally:
+            server.terminate()
