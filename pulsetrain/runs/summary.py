@@ -26,7 +26,7 @@ from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
 from pulsetrain.runs.tags import read_tags
 
-__all__ = ["PARTS", "RunSummary", "Status", "is_run", "is_run_of", "status_of", "summarize"]
+__all__ = ["PARTS", "RunSummary", "Status", "is_run", "is_run_of", "mode_of", "modes_of", "status_of", "summarize"]
 
 PARTS = ("run.json", "events")
 """What a run folder has one of, unless it has a configuration and one of _KEPT."""
@@ -133,7 +133,7 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
             log = EventLog(folder)
         except (PulsetrainError, OSError, ValueError) as error:
             problem = str(error)
-    seen = _Seen(log, _modes(described)) if log is not None else _Seen(None, {})
+    seen = _Seen(log, modes_of(described)) if log is not None else _Seen(None, {})
     status, reason = status_of(folder, seen.ending, seen.updated, seen.gap, time.time() if now is None else now)
     with suppress(OSError):
         problem = problem or ("damaged log" if log is not None and log.damage else "")
@@ -225,16 +225,11 @@ class _Seen:
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
             self.last[name] = float(number)
-            mode = self._mode(name) if event.event in _JUDGED else None
+            mode = mode_of(name, self._modes) if event.event in _JUDGED else None
             if mode is not None and number == number:
                 best = self.best.get(name)
                 is_better = best is None or (number < best if mode == "min" else number > best)
                 self.best[name] = float(number) if best is None or is_better else best
-
-    def _mode(self, name: str) -> Mode | None:
-        owner = name.rpartition("/")[0]
-        known = (self._modes.get(each) for each in (name, name.replace("/", "_"), owner))
-        return next(filter(None, known), None) or mode_of_words(name)
 
 
 def _reported(log: EventLog) -> Iterator[LoggedEvent]:
@@ -308,7 +303,18 @@ def _owner(folder: Path) -> bytes | None:
         return None
 
 
-def _modes(described: Mapping[str, Json]) -> dict[str, Mode]:
+def mode_of(name: str, modes: Mapping[str, Mode]) -> Mode | None:
+    """Which values of a metric are better: as the run has decided, else by the words of its name; None if unknown.
+
+    >>> mode_of("val/top5", {"val_top5": "max"}), mode_of("val/loss", {}), mode_of("val/top5", {})
+    ('max', 'min', None)
+    """
+    names = (name, name.replace("/", "_"), name.rpartition("/")[0])
+    return next(filter(None, map(modes.get, names)), None) or mode_of_words(name)
+
+
+def modes_of(described: Mapping[str, Json]) -> dict[str, Mode]:
+    """Which values of its metrics are better, as a run's description says."""
     modes = described.get("modes")
     return {name: mode for name, mode in modes.items() if mode in ("min", "max")} if isinstance(modes, dict) else {}
 
