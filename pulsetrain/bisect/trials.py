@@ -131,7 +131,7 @@ class Trials:
     """The short runs of a pair, in a folder; those that have ended are not run again.
 
     One process at a time has them, while it is entered: another one waits for its end, and for that of a run which a
-    process that was killed has left behind.
+    process that was killed has started.
 
     Args:
         pair: the two runs.

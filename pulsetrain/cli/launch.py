@@ -27,7 +27,7 @@ _OPTIONS = "PULSETRAIN_LAUNCH"  # the environment variable in which the processe
 class Nodes(NamedTuple):
     """Which of several machines this is, and where they meet."""
 
-    count: int
+    nodes: int
     rank: int
     endpoint: str  # of node 0: "host:port"
 
@@ -76,7 +76,7 @@ class Launch(NamedTuple):
         found = cls(int(given["nproc"]), int(given.get("min_nproc", given["nproc"])), nodes)
         if nodes is not None and found.min_nproc < found.nproc:
             raise ConfigurationError(
-                f"--launch.min_nproc={found.min_nproc}: is for one machine, not for {nodes.count} nodes; leave it out"
+                f"--launch.min_nproc={found.min_nproc}: is for one machine, not for {nodes.nodes} nodes; leave it out"
             )
         if found.min_nproc > found.nproc:
             raise ConfigurationError(f"--launch.min_nproc={found.min_nproc}: is more than --launch.nproc={found.nproc}")
@@ -185,10 +185,10 @@ def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
     nodes = how.nodes or Nodes(1, 0, "127.0.0.1:0")
     meeting: dict[str, Any] = {"rdzv_backend": "c10d", "run_id": uuid.uuid4().hex}
     if how.nodes is not None:
-        rank = {"rank": nodes.rank, "timeout": _MEETING}
-        meeting = {"rdzv_backend": "static", "rdzv_configs": rank, "run_id": "pulsetrain"}
+        own = {"rank": nodes.rank, "timeout": _MEETING}
+        meeting = {"rdzv_backend": "static", "rdzv_configs": own, "run_id": "pulsetrain"}
     config = LaunchConfig(
-        min_nodes=nodes.count, max_nodes=nodes.count, nproc_per_node=count, max_restarts=0, monitor_interval=0.1,
+        min_nodes=nodes.nodes, max_nodes=nodes.nodes, nproc_per_node=count, max_restarts=0, monitor_interval=0.1,
         rdzv_endpoint=nodes.endpoint, start_method="spawn", **meeting, **forwarded,
     )  # fmt: skip
     before = os.environ.get(_OPTIONS)

@@ -185,7 +185,7 @@ def start(base: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_the_run_that_a_killed_search_has_left_behind_is_waited_for(held: Path):
+def test_the_run_that_a_killed_search_had_started_is_waited_for(held: Path):
     pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=held)
     pulsetrain("train", "config.yaml", "--run", "runs/bad", "--training.learning_rate=9.0", cwd=held)
     killed = start(held)
@@ -337,7 +337,7 @@ def test_a_control_that_cannot_be_trained_is_named(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("good", [math.nan, math.inf])
-def test_nothing_is_worse_than_a_value_that_is_no_number(tmp_path: Path, good: float, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_worse_than_nan_or_infinity(tmp_path: Path, good: float, monkeypatch: pytest.MonkeyPatch):
     a, b = (write_run(tmp_path / name, [1.0], rate=rate) for name, rate in (("a", 0.1), ("b", 0.2)))
     pair = read_pair(a, b, None)
     monkeypatch.setattr(

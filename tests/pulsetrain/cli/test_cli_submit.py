@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pulsetrain.cli import main
+from pulsetrain.cli import main, queue_table
 from pulsetrain.submit import queue_process
 from pulsetrain.submit.local_queue import LocalQueue
 from tests.support.training_jobs import loads, losses, processes_with, until, write_run
@@ -191,6 +191,16 @@ def test_two_submissions_get_two_folders(base: Path, capsys: Streams) -> None:
     assert rows[0] == "job 2: cancelled"
     assert rows[1].split() == ["job", "state", "devices", "interruptions", "time", "name", "output"]
     assert rows[3].split()[:3] == ["2", "cancelled", "-"]
+
+
+def test_jobs_outlive_ctrl_c_during_wait(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue_table.time, "sleep", stop)
+    assert main(["submit", "base.yaml", "--to", "local", "--run", "a", "--devices", "1", "--wait"]) == 130
+    assert "the jobs continue; `pulsetrain submit --to local --status`" in capsys.readouterr().err
+    assert LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"])).job(1).state in ("waiting", "running")
 
 
 def test_a_folder_whose_job_waits_is_refused(base: Path, capsys: Streams) -> None:
