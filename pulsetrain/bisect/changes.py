@@ -11,6 +11,18 @@ __all__ = ["Change", "changes_between", "settings_with"]
 
 _HANDLERS = "handlers"
 _NOT_SETTINGS = ("run", "launch")
+_ABSENT = "absent"
+_PRESENT = "present"
+
+
+class _Missing:
+    """The value of an argument that is not given."""
+
+    def __repr__(self) -> str:
+        return "not given"
+
+
+_MISSING = _Missing()
 
 
 @dataclass(frozen=True)
@@ -60,10 +72,8 @@ def changes_between(
                 found += [Change(f"training.{name}", *values)] if values[0] != values[1] else []
         elif key == _HANDLERS:
             found += _changed_handlers(one or [], other or [])
-        elif (names := _arguments(one, other)) is not None:
-            found += [
-                Change(f"{key}.init_args.{name}", one["init_args"][name], other["init_args"][name]) for name in names
-            ]
+        elif (arguments := _arguments(one, other)) is not None:
+            found += [Change(f"{key}.init_args.{name}", *values) for name, values in arguments.items()]
         else:
             found.append(Change(key, one, other))
     return found
@@ -71,22 +81,44 @@ def changes_between(
 
 def settings_with(good: Mapping[str, Any], bad: Mapping[str, Any], changes: Sequence[Change]) -> dict[str, Any]:
     """The settings, by dotted names, that make the good configuration one with these changes."""
-    settings = {each.name: each.bad for each in changes if not each.name.startswith(f"{_HANDLERS}.")}
-    names = {each.name for each in changes if each.name.startswith(f"{_HANDLERS}.")}
-    if names:
-        settings[_HANDLERS] = _mixed(good.get(_HANDLERS) or [], bad.get(_HANDLERS) or [], names)
+    settings: dict[str, Any] = {}
+    handlers: set[str] = set()
+    for each in changes:
+        section, _, argument = each.name.partition(".init_args.")
+        if each.name.startswith(f"{_HANDLERS}."):
+            handlers.add(each.name)
+        elif argument:  # a whole section, since one argument alone cannot be taken out
+            settings[section] = _with(settings.get(section, good[section]), {argument: each.bad})
+        else:
+            settings[each.name] = each.bad
+    if handlers:
+        settings[_HANDLERS] = _mixed(good.get(_HANDLERS) or [], bad.get(_HANDLERS) or [], handlers)
     return settings
 
 
-def _arguments(one: Any, other: Any) -> list[str] | None:
+def _arguments(one: Any, other: Any) -> dict[str, tuple[Any, Any]] | None:
     """The arguments that differ between two parts of the same class; None if more than these differ."""
-    if not isinstance(one, dict) or not isinstance(other, dict):
+    if not all(isinstance(each, str | dict) for each in (one, other)):
         return None
-    bare = [{name: value for name, value in each.items() if name != "init_args"} for each in (one, other)]
-    given: list[Any] = [each.get("init_args") for each in (one, other)]
-    if bare[0] != bare[1] or not all(isinstance(each, dict) for each in given) or given[0].keys() != given[1].keys():
+    parts = [_part(each) for each in (one, other)]
+    bare = [{name: value for name, value in each.items() if name != "init_args"} for each in parts]
+    given = [each["init_args"] for each in parts]
+    if bare[0] != bare[1] or "class_path" not in bare[0] or not all(isinstance(each, dict) for each in given):
         return None
-    return [name for name in given[0] if given[0][name] != given[1][name]]
+    values = {name: tuple(each.get(name, _MISSING) for each in given) for name in dict.fromkeys([*given[0], *given[1]])}
+    return {name: (before, now) for name, (before, now) in values.items() if before != now}
+
+
+def _part(given: str | dict[str, Any]) -> dict[str, Any]:
+    part = {"class_path": given} if isinstance(given, str) else given
+    return {**part, "init_args": part.get("init_args") or {}}
+
+
+def _with(given: str | dict[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The part with other values of some arguments."""
+    part = _part(given)
+    values = {**part["init_args"], **arguments}
+    return {**part, "init_args": {name: value for name, value in values.items() if value is not _MISSING}}
 
 
 def _changed_handlers(good: Sequence[Any], bad: Sequence[Any]) -> Iterator[Change]:
@@ -96,10 +128,9 @@ def _changed_handlers(good: Sequence[Any], bad: Sequence[Any]) -> Iterator[Chang
         if one == other:
             continue
         if one is None or other is None:
-            yield Change(f"{_HANDLERS}.{name}", *("absent" if each is None else "present" for each in (one, other)))
-        elif (names := _arguments(one, other)) is not None:
-            for argument in names:
-                values = (each["init_args"][argument] for each in (one, other))
+            yield Change(f"{_HANDLERS}.{name}", *(_ABSENT if each is None else _PRESENT for each in (one, other)))
+        elif (arguments := _arguments(one, other)) is not None:
+            for argument, values in arguments.items():
                 yield Change(f"{_HANDLERS}.{name}.{argument}", *values)
         else:
             yield Change(f"{_HANDLERS}.{name}", one.get("init_args"), other.get("init_args"))
@@ -115,8 +146,8 @@ def _mixed(good: Sequence[Any], bad: Sequence[Any], names: set[str]) -> list[Any
         start = f"{_HANDLERS}.{name}."
         arguments = [each.removeprefix(start) for each in names if each.startswith(start)]
         if arguments:
-            given = {argument: theirs[name]["init_args"][argument] for argument in arguments}
-            handler = {**handler, "init_args": {**handler["init_args"], **given}}
+            given = _part(theirs[name])["init_args"]
+            handler = _with(handler, {argument: given.get(argument, _MISSING) for argument in arguments})
         mixed.append(handler)
     return [*mixed, *(theirs[name] for name in theirs if name not in ours and f"{_HANDLERS}.{name}" in names)]
 
@@ -135,4 +166,4 @@ def _by_name(handlers: Sequence[Any]) -> dict[str, dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return str(value) if isinstance(value, str | _Missing) else json.dumps(value, default=str)

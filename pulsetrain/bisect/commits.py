@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import tempfile
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
-from pulsetrain.bisect.trials import HANDLER, Pair, Trials, train
+from pulsetrain.bisect.trials import HANDLER, Pair, Trials
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.run_file import read_run_file
 
 __all__ = ["commit_of", "commits_between", "notes_of", "repository_of", "train_commit"]
+
+_CHECKOUT = "checkout"  # of the commit that is being trained, in the folder of the short runs
 
 
 def repository_of(pair: Pair) -> Path:
@@ -65,24 +67,39 @@ def train_commit(trials: Trials, repository: Path, commit: str, folder: Path) ->
     end = {"class_path": HANDLER, "init_args": {"iteration": trials.until}}
     config["handlers"] = [*(config.get("handlers") or ()), end]
     config.pop("run", None)
-    with _checkout(repository, commit) as checkout:
+    with _checkout(repository, commit, trials.into / _CHECKOUT) as checkout:
         if not (checkout / base).is_dir():
             return f"the commit has no folder {base}"
         file = checkout / base / f".bisect-{commit[:12]}.yaml"
-        file.write_text(yaml.safe_dump(config, sort_keys=False))
+        file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         words = ["train", str(file), "--run", str(folder.resolve())]
-        return train(folder.resolve(), words, cwd=checkout / base, paths=[checkout / base, checkout])
+        return trials.run(folder.resolve(), words, cwd=checkout / base, paths=_paths(repository, checkout, base))
+
+
+def _paths(repository: Path, checkout: Path, base: Path) -> list[Path]:
+    """Where modules are looked up: as here, but in the checkout instead of the repository."""
+    found = [checkout / base, checkout]
+    for each in map(Path, sys.path):
+        if each.is_absolute() and each.resolve().is_relative_to(repository.resolve()):
+            own = checkout / each.resolve().relative_to(repository.resolve())
+            found += [own] if own.is_dir() and own not in found else []
+    return found
 
 
 @contextmanager
-def _checkout(repository: Path, commit: str) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="pulsetrain-bisect-"))
-    try:
-        _git(repository, "worktree", "add", "--detach", "--force", str(folder / "checkout"), commit)
-        yield folder / "checkout"
-    finally:
+def _checkout(repository: Path, commit: str, folder: Path) -> Iterator[Path]:
+    folder = folder.resolve()
+
+    def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         _git(repository, "worktree", "prune")
+
+    remove()  # what a killed search has left
+    try:
+        _git(repository, "worktree", "add", "--detach", "--force", str(folder), commit)
+        yield folder
+    finally:
+        remove()
 
 
 def commit_of(run: Path) -> str:

@@ -7,29 +7,35 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pulsetrain.bisect.changes import Change, changes_between, settings_with
 from pulsetrain.bisect.search import Verdict
 from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
-from pulsetrain.engine.metric_words import mode_of_words
+from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.handlers.run_files.run_folder import replace_file, writing
+from pulsetrain.reproduce.processes import processes_after
 from pulsetrain.reproduce.rerun import checkpoint_before
-from pulsetrain.runs.summary import RunSummary, is_run, summarize
+from pulsetrain.runs.archive import is_archive
+from pulsetrain.runs.summary import RunSummary, is_run, mode_of, modes_of, summarize
 
-__all__ = ["Pair", "Trial", "Trials", "read_pair", "train"]
+__all__ = ["Pair", "Trial", "Trials", "read_pair"]
 
 HANDLER = "pulsetrain.bisect.ending.EndAt"
 _STATE = "bisect.json"
+_LOCK = "bisect.lock"  # held by a search and by the runs that it has started
+_STOPPED = {status for number in (signal.SIGINT, signal.SIGTERM) for status in (-number, 128 + number)}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Pair:
     start: int  # iteration of the last common checkpoint; 0: the beginning
     length: int  # iteration at which the shorter of the two has ended
     configs: tuple[dict[str, Any], dict[str, Any]]
+    processes: tuple[int, int] = (1, 1)  # by which each was trained from there on
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,22 @@ class Trial:
     error: str = ""
 
 
-def read_pair(good: Path, bad: Path, metric: str | None) -> Pair:
+def read_pair(good: Path, bad: Path, metric: str | None, mode: str | None = None) -> Pair:
     """Compare two runs.
+
+    Args:
+        good: a run folder.
+        bad: that of a worse run.
+        metric: None: the first that validations report and whose better values are known.
+        mode: "min" or "max"; None: as the runs or the metric's name say.
 
     Raises:
         RunFolderError: one is not a run that was made from a configuration.
-        ConfigurationError: no setting differs, or the metric is not one of both.
+        ConfigurationError: the metric is not one of both, or its better values are not known.
     """
     for each in (good, bad):
+        if is_archive(each):
+            raise RunFolderError(f"{each}: is an archive; unpack it with `pulsetrain archive --unpack`")
         if not is_run(each) or not (each / "config.yaml").is_file():
             rule = "bisect needs runs that `pulsetrain train` has made" if is_run(each) else "is not a run folder"
             raise RunFolderError(f"{each}: has no config.yaml; {rule}" if is_run(each) else f"{each}: {rule}")
@@ -75,38 +90,48 @@ def read_pair(good: Path, bad: Path, metric: str | None) -> Pair:
     given = [each if isinstance(each, dict) else {} for each in training]
     changes = changes_between(configs[0], configs[1], given[0], given[1])
     runs = [summarize(each) for each in (good, bad)]
-    chosen, mode = _metric(runs, described, metric)
+    chosen, known = _metric(runs, described, metric, mode)
     found = diff(EventLog(good), EventLog(bad))
     agreed = found.divergence.a.iteration if found.divergence is not None else runs[0].iteration
     checkpoint = checkpoint_before(good, agreed) if agreed > 0 else None
     start = step_of(checkpoint) if checkpoint is not None else 0
     length = min(each.iteration for each in runs)
-    return Pair(good, bad, tuple(changes), chosen, mode, start, length, (configs[0], configs[1]))
+    processes = (processes_after(good, start), processes_after(bad, start))
+    return Pair(good, bad, tuple(changes), chosen, known, start, length, (configs[0], configs[1]), processes)
 
 
-def _metric(runs: Sequence[RunSummary], described: Sequence[Mapping[str, Any]], metric: str | None) -> tuple[str, str]:
+def _metric(
+    runs: Sequence[RunSummary], described: Sequence[Mapping[str, Any]], metric: str | None, mode: str | None
+) -> tuple[str, str]:
     both = [name for name in runs[0].last if name in runs[1].last]
-    modes = {**(described[1].get("modes") or {}), **(described[0].get("modes") or {})}
-    known = {name: mode for name in both if (mode := modes.get(name) or mode_of_words(name)) is not None}
-    judged = [name for name in known if name in runs[0].best]
-    if metric is None:
-        if not judged:
+    modes = {**modes_of(described[1]), **modes_of(described[0])}
+    if metric is not None:
+        name = next((each for each in both if each.replace("/", "_") == metric.replace("/", "_")), None)
+        if name is None:
+            raise ConfigurationError(f"--metric {metric}: is not a metric of both runs; these are: {', '.join(both)}")
+        found = mode or mode_of(name, modes)
+        if found is None:
             raise ConfigurationError(
-                f"no metric of {runs[0].folder} and {runs[1].folder} is known to improve; choose one with --metric: "
-                f"{', '.join(both) or 'they have none in common'}"
+                f"--metric {metric}: whether it should fall or rise is not known; add --mode min or --mode max"
             )
-        return judged[0], known[judged[0]]
-    name = next((each for each in both if each.replace("/", "_") == metric.replace("/", "_")), None)
-    if name is None:
-        raise ConfigurationError(f"--metric {metric}: is not a metric of both runs; these are: {', '.join(both)}")
-    if name not in known:
-        raise ConfigurationError(f"--metric {metric}: whether it should fall or rise is not known; choose another one")
-    return name, known[name]
+        return name, found
+    if mode is not None:
+        raise ConfigurationError(f"--mode {mode}: needs --metric, the name of the metric that is worse")
+    for name in both:
+        if (known := mode_of(name, modes)) is not None and any(name in each.best for each in runs):
+            return name, known
+    raise ConfigurationError(
+        f"no metric of {runs[0].folder} and {runs[1].folder} is known to improve; choose one with --metric: "
+        f"{', '.join(both) or 'they have none in common'}"
+    )
 
 
 @dataclass
 class Trials:
     """The short runs of a pair, in a folder; those that have ended are not run again.
+
+    One process at a time has them, while it is entered: another one waits for its end, and for that of a run which a
+    process that was killed has started.
 
     Args:
         pair: the two runs.
@@ -129,14 +154,33 @@ class Trials:
             "until": self.until, "changes": [str(each) for each in self.pair.changes],
         }  # fmt: skip
         state = self.into / _STATE
-        if state.is_file() and json.loads(state.read_text()) != request:
-            raise RunFolderError(f"--into {self.into}: holds the runs of another question; choose another folder")
-        if not state.is_file() and self.into.is_dir() and any(self.into.iterdir()):
+        found = [path for path in self.into.iterdir() if path.name != _LOCK] if self.into.is_dir() else []
+        if found and not state.is_file():
             raise RunFolderError(f"--into {self.into}: is not empty; choose another folder")
-        self.into.mkdir(parents=True, exist_ok=True)
-        state.write_text(json.dumps(request, indent=1))
+        with writing("bisect", self.into):
+            self.into.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.into / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                if lock(self._lock) is False:
+                    waits = f"pulsetrain: waiting for the end of a run in {self.into}, which another search has started"
+                    print(waits, file=sys.stderr, flush=True)
+                    lock(self._lock, wait=True)
+                if state.is_file() and _read(state) != request:
+                    raise RunFolderError(
+                        f"--into {self.into}: holds the runs of another question; choose another folder"
+                    )
+                replace_file(state, json.dumps(request, indent=1).encode())
+            except BaseException:
+                os.close(self._lock)
+                raise
         self._good: float | None = None
         self._bad: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._lock)
 
     def controls(self) -> None:
         """Run both ends.
@@ -156,6 +200,11 @@ class Trials:
                 raise ConfigurationError(f"{each.folder}: a control failed: {each.error}")
         assert good.value is not None
         assert bad.value is not None
+        if not math.isfinite(good.value):
+            raise ConfigurationError(
+                f"{good.folder}: {self.pair.metric} is {good.value} with the settings of {self.pair.good}, and nothing "
+                "can be worse; exchange GOOD and BAD, or choose another --metric"
+            )
         worse = bad.value - good.value if self.pair.mode == "min" else good.value - bad.value
         if not math.isnan(bad.value) and worse <= self.noise:
             raise ConfigurationError(
@@ -218,32 +267,73 @@ class Trials:
         settings = settings_with(good, bad, changes)
         handlers = list(settings.get("handlers", good.get("handlers") or ()))
         settings["handlers"] = [*handlers, {"class_path": HANDLER, "init_args": {"iteration": self.until}}]
-        words = [f"--{name}={json.dumps(value)}" for name, value in settings.items()]
+        words = [f"--{name}={_yaml(value)}" for name, value in settings.items()]
         if not self.pair.start:
-            return train(folder, ["train", str(self.pair.good / "config.yaml"), "--run", str(folder), *words])
+            return self.run(folder, ["train", str(self.pair.good / "config.yaml"), "--run", str(folder), *words])
         if "parent" not in read_run_file(folder):
             shutil.rmtree(folder, ignore_errors=True)  # what a killed process has left of the fork
             at = ["fork", str(self.pair.good), "--at", str(self.pair.start), "--into", str(folder)]
-            if error := train(folder, [*at, *words]):
+            if error := self.run(folder, [*at, *words]):
                 shutil.rmtree(folder, ignore_errors=True)
                 return error
-        return train(folder, ["train", str(folder / "config.yaml"), "--run", str(folder)])
+        return self.run(folder, ["train", str(folder / "config.yaml"), "--run", str(folder)])
+
+    def run(self, folder: Path, words: Sequence[str], *, cwd: Path | None = None, paths: Sequence[Path] = ()) -> str:
+        """Run a command in a process of its own, on as many processes as the good run; returns the error, or "".
+
+        Args:
+            folder: the run folder; what the command prints is written beside it.
+            words: after `pulsetrain`.
+            cwd: the folder in which it runs.
+            paths: where it looks for modules first.
+
+        Raises:
+            KeyboardInterrupt: the command was stopped, or this process was, which stops the command first.
+        """
+        count = self.pair.processes[0]
+        options = ["--resume", "latest"] if words[0] == "train" else []
+        options += [f"--launch.nproc={count}"] if count > 1 else []
+        environment = dict(os.environ)
+        if paths:
+            known = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+            environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *known])
+        output = folder.with_name(f"{folder.name}.txt")
+        with output.open("ab") as out:
+            before = out.tell()
+            command = [sys.executable, "-m", "pulsetrain", *words, *options]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, env=environment,
+                pass_fds=(self._lock,),
+            )  # fmt: skip
+            try:
+                status = process.wait()
+            except BaseException:
+                process.terminate()  # with a checkpoint; after a Ctrl-C it is stopping already
+                process.wait()
+                raise
+        if status in (0, 4):  # 4: with a state that cannot be saved
+            return ""
+        if status in _STOPPED:
+            raise KeyboardInterrupt  # the same command continues
+        if status < 0:
+            return f"it was ended by signal {-status}{', perhaps for want of memory' * (status == -signal.SIGKILL)}"
+        text = output.read_bytes()[before:].decode(errors="replace")
+        errors = re.findall(r"^pulsetrain: error: (.*)$", text, re.MULTILINE)
+        return errors[-1] if errors else (text.strip().splitlines() or ["it left no output"])[-1]
 
 
-def train(folder: Path, words: Sequence[str], *, cwd: Path | None = None, paths: Sequence[Path] = ()) -> str:
-    """Run a command in a process of its own; what it prints is written beside the run. Returns the error, or ""."""
-    resume = ["--resume", "latest"] if words[0] == "train" else []
-    environment = dict(os.environ)
-    if paths:
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    output = folder.with_name(f"{folder.name}.txt")
-    with output.open("a") as out:
-        command = [sys.executable, "-m", "pulsetrain", *words, *resume]
-        done = subprocess.run(command, stdout=out, stderr=out, check=False, cwd=cwd, env=environment)
-    if done.returncode in (0, 4):  # 4: with a state that cannot be saved
-        return ""
-    if done.returncode < 0 or done.returncode >= 128:
-        raise KeyboardInterrupt  # stopped: the same command continues
-    text = output.read_text(encoding="utf-8", errors="replace")
-    errors = re.findall(r"^pulsetrain: error: (.*)$", text, re.MULTILINE)
-    return errors[-1] if errors else (text.strip().splitlines() or ["it left no output"])[-1]
+def _yaml(value: object) -> str:
+    """The value as a word of the command line: JSON, with the infinities of YAML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(name))}: {_yaml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    text = json.dumps(value, default=str)
+    return {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}.get(text, text)
+
+
+def _read(state: Path) -> object:
+    try:
+        return json.loads(state.read_bytes())
+    except ValueError:  # not written by this version
+        return None

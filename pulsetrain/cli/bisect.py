@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_number("pulsetrain bisect", "noise", arguments.noise)
     if arguments.iterations is not None:
         check_whole_number("pulsetrain bisect", "iterations", arguments.iterations)
-    pair = read_pair(arguments.good, arguments.bad, arguments.metric)
+    pair = read_pair(arguments.good, arguments.bad, arguments.metric, arguments.mode)
     if not arguments.git and not pair.changes:
         raise ConfigurationError(
             f"{pair.good} and {pair.bad} have the same settings; --git compares their commits, `pulsetrain diff` events"
@@ -36,13 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
     commits = commits_between(pair, repository) if repository is not None else []
     start = 0 if arguments.git else pair.start
     until = start + (arguments.iterations or max(pair.length - start, 1))
-    into = arguments.into or pair.bad.with_name(f"{pair.bad.resolve().name}-bisect")
+    bad = pair.bad if pair.bad.name not in ("", "..") else pair.bad.resolve()
+    into = arguments.into or bad.with_name(f"{bad.name}-bisect")
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        trials = Trials(pair, into, until, arguments.noise, _show)
-        where = f"from iteration {start:,} of {pair.good}" if start else "from the beginning"
-        print(f"{pair.metric} of short runs {where} to {until:,}, in {into}", file=sys.stderr)
-        answer = _commits(trials, repository, commits) if repository is not None else _settings(trials)
+        with Trials(pair, into, until, arguments.noise, _show) as trials:
+            where = f"from iteration {start:,} of {pair.good}" if start else "from the beginning"
+            print(f"{pair.metric} of short runs {where} to {until:,}, in {into}", file=sys.stderr)
+            counts = [f"{each} process{'es' * (each != 1)}" for each in pair.processes]
+            if counts[0] != counts[1] and repository is None:
+                trained = f"{pair.good} was trained by {counts[0]}, {pair.bad} by {counts[1]}"
+                print(f"pulsetrain: {trained}; every run here has as many as {pair.good}", file=sys.stderr)
+            answer = _commits(trials, repository, commits) if repository is not None else _settings(trials)
     except KeyboardInterrupt:
         print(f"\npulsetrain: stopped; the same command continues in {into}", file=sys.stderr)
         return STOPPED

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from pulsetrain.cli.reports import FAILED, OK, until_closed
+from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.submit.local_queue import ENDED, LocalQueue, QueuedJob
 from pulsetrain.submit.queue_process import ensure_running
 
@@ -42,13 +42,17 @@ def print_status(queue: LocalQueue, cancel: int | None) -> int:
 def follow(queue: LocalQueue, numbers: Sequence[int]) -> int:
     """Wait until the jobs have ended, and print how; restarts the queue if its process is killed meanwhile."""
     left = list(numbers)
-    while left:
-        time.sleep(0.2)
-        ensure_running(queue)
-        for job in [queue.job(number) for number in left]:
-            if job.state in ENDED:
-                left.remove(job.id)
-                print(f"job {job.id}: {job.state}", flush=True)
+    try:
+        while left:
+            time.sleep(0.2)
+            ensure_running(queue)
+            for job in [queue.job(number) for number in left]:
+                if job.state in ENDED:
+                    left.remove(job.id)
+                    print(f"job {job.id}: {job.state}", flush=True)
+    except KeyboardInterrupt:
+        print("\npulsetrain: the jobs continue; `pulsetrain submit --to local --status` shows them", file=sys.stderr)
+        return STOPPED
     return OK if all(queue.job(number).state == "done" for number in numbers) else FAILED
 
 

@@ -16,6 +16,7 @@ from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.resolve import resolve
 from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.engine.backends.torch_computation import find_device
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
 from pulsetrain.submit import kubernetes, slurm
 from pulsetrain.submit.local_queue import LocalQueue, default_folder
@@ -79,6 +80,8 @@ def _run(arguments: argparse.Namespace) -> Submission:
     try:
         if arguments.to != "kubernetes":  # where the image, not this machine, has what the configuration imports
             resolve(arguments.config, settings)
+        if arguments.to == "local":
+            find_device((config.get("training") or {}).get("device", "auto"))
         layout = layout_of(config, arguments.settings)
     except PulsetrainError as error:
         raise in_settings(error) from error

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +25,18 @@ from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
 from pulsetrain.runs.tags import read_tags
 
-__all__ = ["ARCHIVE_SUFFIX", "PARTS", "RunSummary", "Status", "is_run", "is_run_of", "status_of", "summarize"]
+__all__ = [
+    "ARCHIVE_SUFFIX",
+    "PARTS",
+    "RunSummary",
+    "Status",
+    "is_run",
+    "is_run_of",
+    "mode_of",
+    "modes_of",
+    "status_of",
+    "summarize",
+]
 
 ARCHIVE_SUFFIX = ".run.zip"
 PARTS = ("run.json", "events")
@@ -133,7 +144,7 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
             log = EventLog(folder)
         except (PulsetrainError, OSError, ValueError) as error:
             problem = str(error)
-    seen = _Seen(log, _modes(described)) if log is not None else _Seen(None, {})
+    seen = _Seen(log, modes_of(described)) if log is not None else _Seen(None, {})
     status, reason = status_of(folder, seen.ending, seen.updated, seen.gap, time.time() if now is None else now)
     with suppress(OSError):
         problem = problem or ("damaged log" if log is not None and log.damage else "")
@@ -174,8 +185,8 @@ class _Seen:
         self.last: dict[str, float] = {}
         self.best: dict[str, float] = {}
         self.ending: Ending | None = None
-        self._modes, self._log = modes, log
-        self._mode_of = cache(self._mode)  # it is asked for each value
+        self._log = log
+        self._mode_of = cache(partial(mode_of, modes=modes))  # it is asked for each value
         if log is not None:
             self._read(log)
 
@@ -231,11 +242,6 @@ class _Seen:
                 best = self.best.get(name)
                 is_better = best is None or (number < best if mode == "min" else number > best)
                 self.best[name] = float(number) if best is None or is_better else best
-
-    def _mode(self, name: str) -> Mode | None:
-        owner = name.rpartition("/")[0]
-        known = (self._modes.get(each) for each in (name, name.replace("/", "_"), owner))
-        return next(filter(None, known), None) or mode_of_words(name)
 
 
 def _reported(log: EventLog) -> Iterator[LoggedEvent]:
@@ -309,7 +315,18 @@ def _owner(folder: Path) -> bytes | None:
         return None
 
 
-def _modes(described: Mapping[str, Json]) -> dict[str, Mode]:
+def mode_of(name: str, modes: Mapping[str, Mode]) -> Mode | None:
+    """Which values of a metric are better: as the run has decided, else by the words of its name; None if unknown.
+
+    >>> mode_of("val/top5", {"val_top5": "max"}), mode_of("val/loss", {}), mode_of("val/top5", {})
+    ('max', 'min', None)
+    """
+    names = (name, name.replace("/", "_"), name.rpartition("/")[0])
+    return next(filter(None, map(modes.get, names)), None) or mode_of_words(name)
+
+
+def modes_of(described: Mapping[str, Json]) -> dict[str, Mode]:
+    """Which values of its metrics are better, as a run's description says."""
     modes = described.get("modes")
     return {name: mode for name, mode in modes.items() if mode in ("min", "max")} if isinstance(modes, dict) else {}
 

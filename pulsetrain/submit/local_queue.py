@@ -102,17 +102,17 @@ class LocalQueue:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self._open() as connection:
+            with self._open(make=True) as connection:
                 connection.executescript(_TABLES)
         except OSError as error:
             raise ConfigurationError(
                 f"{folder}: the queue's folder cannot be written: {error.strerror}; set {LOCATION} to another"
             ) from error
-        except sqlite3.Error as error:
-            raise ConfigurationError(
-                f"{folder / 'queue.sqlite'}: cannot be opened: {error}; move it away, or set {LOCATION} to another "
-                "folder"
-            ) from error
+
+    @property
+    def file(self) -> Path:
+        """The SQLite file."""
+        return self.folder / "queue.sqlite"
 
     def lock_of(self, job: int) -> Path:
         """The file whose lock the job's processes hold."""
@@ -254,13 +254,28 @@ class LocalQueue:
         return self.job(number)
 
     @contextmanager
-    def _open(self, *, write: bool = True) -> Iterator[sqlite3.Connection]:
-        """A connection in one transaction."""
-        connection = sqlite3.connect(self.folder / "queue.sqlite", timeout=60, isolation_level=None)
+    def _open(self, *, write: bool = True, make: bool = False) -> Iterator[sqlite3.Connection]:
+        """A connection in one transaction; `make` the file where it is missing.
+
+        Raises:
+            ConfigurationError: the file cannot be read or written; nothing has changed.
+        """
         try:
-            connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-            yield connection
-            if connection.in_transaction:
-                connection.execute("COMMIT")
-        finally:
-            connection.close()  # rolls back what was not committed
+            how = f"{self.file.absolute().as_uri()}?mode={'rwc' if make else 'rw'}"
+            connection = sqlite3.connect(how, uri=True, timeout=60, isolation_level=None)
+            try:
+                connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+                yield connection
+                if connection.in_transaction:
+                    connection.execute("COMMIT")
+            finally:
+                connection.close()  # rolls back what was not committed
+        except sqlite3.OperationalError as error:  # such as a full disk
+            raise ConfigurationError(
+                f"{self.file}: cannot be read or written: {error}; make room on its disk, or set {LOCATION} to another "
+                "folder"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise ConfigurationError(
+                f"{self.file}: is damaged: {error}; move it away, or set {LOCATION} to another folder"
+            ) from error

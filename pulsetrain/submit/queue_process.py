@@ -14,11 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.submit.local_queue import LocalQueue, QueuedJob, taken_lock
 
 __all__ = ["QueueProcess", "ensure_running"]
 
 _PAUSE = 0.2  # seconds
+_RETRY = 5.0  # seconds, while the queue's file cannot be written
 _started: list[subprocess.Popen[bytes]] = []  # by this process, which does not wait for them
 
 
@@ -49,6 +51,7 @@ class QueueProcess:
     def __init__(self, queue: LocalQueue) -> None:
         self._queue = queue
         self._runners: list[subprocess.Popen[bytes]] = []  # those that this process has started
+        self._trouble = ""  # what was wrong last, if it still is
 
     def run(self) -> None:
         """Run until no job is left; nothing if another process does."""
@@ -57,13 +60,27 @@ class QueueProcess:
             if held is None:
                 return
             try:
-                while self.step():
+                while self._step_or_wait():
                     time.sleep(_PAUSE)
             finally:
                 os.close(held)
             # a job that was added before the lock was released, by a command that saw this process
             if not self._queue.jobs(ended=False):
                 return
+
+    def _step_or_wait(self) -> bool:
+        """The same as `step`; while the file of the queue cannot be written, such as on a full disk, it waits."""
+        try:
+            left, self._trouble = self.step(), ""
+        except (ConfigurationError, OSError) as error:
+            if not self._queue.file.exists():  # it was deleted
+                raise
+            if str(error) != self._trouble:
+                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error}", file=sys.stderr, flush=True)
+            self._trouble = str(error)
+            time.sleep(_RETRY)
+            return True
+        return left
 
     def step(self) -> bool:
         """Look once at all jobs, and start those that can be started; whether a job is left."""

@@ -76,6 +76,8 @@ def _environment(queue: LocalQueue, job: QueuedJob) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     threads = max(1, (os.cpu_count() or 1) // max(1, len(names)))
     environment.setdefault("OMP_NUM_THREADS", str(threads))
+    # how long the launcher of several processes waits for them to stop, less than this one waits for the launcher
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(_LONGEST_STOP) - 10))
     return environment
 
 

@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("good", metavar="GOOD", type=Path, help="a run folder")
     parser.add_argument("bad", metavar="BAD", type=Path, help="the run folder of a worse run")
     parser.add_argument("--metric", metavar="NAME", help="what is worse [the first that validations report]")
+    parser.add_argument(
+        "--mode", choices=("min", "max"), help="which values of --metric are better, where its name does not say it"
+    )
     parser.add_argument("--iterations", metavar="N", type=int, help="of each short run [as long as GOOD and BAD]")
     parser.add_argument("--noise", type=float, default=0.0, help="differences of the metric that do not count [0]")
     parser.add_argument("--into", metavar="FOLDER", type=Path, help="where the short runs are kept [BAD-bisect]")

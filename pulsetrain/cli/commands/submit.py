@@ -31,7 +31,8 @@ examples:
   pulsetrain submit sweep.yaml --to slurm --workers 8 --partition gpu --print
   pulsetrain submit config.yaml --to kubernetes --run runs/a --image team/train:1 --claim data:/data
 
-exit status: 0 submitted; 1 with --wait: a job failed; 2 wrong input, or no such scheduler
+exit status: 0 submitted; 1 with --wait: a job failed; 2 wrong input, or no such scheduler;
+130 Ctrl-C during --wait, which the jobs outlive
 """
 
 

@@ -39,6 +39,11 @@ def changed(**sections: Any) -> list[str]:
             {"model": "m.Other"},
             ['model: {"class_path": "m.Net", "init_args": {"width": 8, "depth": 2}} -> m.Other'],
         ),
+        (
+            {"model": {"class_path": "m.Net", "init_args": {"width": 8, "dropout": 0.5}}},
+            ["model.init_args.depth: 2 -> not given", "model.init_args.dropout: not given -> 0.5"],
+        ),
+        ({"model": "m.Net"}, ["model.init_args.width: 8 -> not given", "model.init_args.depth: 2 -> not given"]),
         ({"strategy": "SFT"}, ["strategy: null -> SFT"]),
         ({"handlers": ["EventRecorder"]}, ["handlers.EMA: present -> absent"]),
         (
@@ -68,6 +73,25 @@ def test_some_changes_are_applied():
     assert mixed == [handlers[0], {"class_path": "EventRecorder"}, {"class_path": "a.SWA"}]
     assert "decay" in GOOD["handlers"][0]["init_args"]
     assert GOOD["handlers"][0]["init_args"]["decay"] == 0.9  # the originals stay as they are
+
+
+def test_arguments_that_only_one_of_the_runs_gives_are_added_and_taken_out():
+    handlers = [{"class_path": "EMA", "init_args": {"decay": 0.9, "start": 5}}, "EventRecorder"]
+    arguments = {"width": 8, "dropout": 0.5, "bias": False}
+    bad = {**GOOD, "model": {"class_path": "m.Net", "init_args": arguments}, "handlers": handlers}
+    every = {each.name: each for each in changes_between(GOOD, bad, {}, {})}
+    assert list(every) == [
+        "model.init_args.depth", "model.init_args.dropout", "model.init_args.bias", "handlers.EMA.every",
+        "handlers.EMA.start",
+    ]  # fmt: skip
+    some = [every[name] for name in ("model.init_args.depth", "model.init_args.bias", "handlers.EMA.every")]
+    assert settings_with(GOOD, bad, some) == {
+        "model": {"class_path": "m.Net", "init_args": {"width": 8, "bias": False}},
+        "handlers": [{"class_path": "EMA", "init_args": {"decay": 0.9}}, {"class_path": "EventRecorder"}],
+    }
+    assert settings_with(GOOD, bad, list(every.values())) == {
+        "model": bad["model"], "handlers": [handlers[0], {"class_path": "EventRecorder"}],
+    }  # fmt: skip
 
 
 def test_two_handlers_of_a_class_are_distinguished():

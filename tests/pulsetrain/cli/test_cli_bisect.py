@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,12 +11,18 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pulsetrain.bisect import trials as trials_module
+from pulsetrain.bisect.trials import Trials, _yaml, read_pair
 from pulsetrain.cli import main
+from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.reproduce.processes import processes_of
 from tests.support.run_folders import write_run
 
 MODEL = """
@@ -121,6 +128,107 @@ def test_killed_half_way_the_same_command_continues(base: Path):
 
 
 @pytest.mark.slow
+def test_settings_that_are_worse_only_together_are_found_by_a_metric_that_should_rise(base: Path):
+    """Also arguments that only one of the runs gives, and a metric whose direction the run itself knows."""
+    toy = (base / "toy.py").read_text()
+    score = """
+        class Score:
+            higher_is_better = True
+            def reset(self): self.sum = 0.0
+            def update(self, predictions, targets): self.sum -= (predictions - targets).square().mean().item()
+            def compute(self): return self.sum
+        """
+    data = "def data(batch_size=8, left=1.0, right=1.0):\n    scale = left * right if left > 1 < right else 1.0\n"
+    toy = toy.replace("def data(batch_size=8):\n", data).replace("SCALE *", "scale *")
+    (base / "toy.py").write_text(toy + textwrap.dedent(score))
+    (base / "config.yaml").write_text(CONFIG + "metrics: {score: toy.Score}\n")
+    pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
+    changes = ["data.init_args.left=9.0", "data.init_args.right=9.0", "data.init_args.batch_size=7"]
+    words = [f"--{each}" for each in changes]
+    pulsetrain("train", "config.yaml", "--run", "runs/bad", *words, "--training.weight_decay=.1", cwd=base)
+    command = ("bisect", "runs/good", "runs/bad", "--iterations", "8", "--format", "json")
+    found = json.loads(pulsetrain(*command, "--metric", "val/score", cwd=base).stdout)
+    assert found["causes"] == [["data.init_args.left", "data.init_args.right"]]
+    values = {each["settings"]: each["value"] for each in found["runs"]}
+    assert values["data.init_args.left, data.init_args.right"] < 10 * values["none"] < 0
+    text = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "8", "--metric", "val/score", cwd=base).stdout
+    assert " only together with\n  data.init_args.left: not given -> 9.0\n" in text
+
+
+@pytest.fixture
+def held(base: Path) -> Path:
+    """The base folder with a model that waits while there is a file `hold`, and says so in a file `waits`."""
+    held = """
+        import pathlib, time
+        class Held(nn.Sequential):
+            def forward(self, x):
+                while pathlib.Path("hold").exists():
+                    pathlib.Path("waits").touch()
+                    time.sleep(0.05)
+                return super().forward(x)
+        """
+    toy = (base / "toy.py").read_text().replace("return nn.Sequential(", "return Held(")
+    (base / "toy.py").write_text(toy + textwrap.dedent(held))
+    return base
+
+
+def start(base: Path, *words: str) -> subprocess.Popen[str]:
+    """`pulsetrain bisect` of runs/good and runs/bad, whose first run waits."""
+    (base / "hold").touch()
+    command = [sys.executable, "-m", "pulsetrain", "bisect", "runs/good", "runs/bad", "--iterations", "8", *words]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=base, env=ENVIRONMENT, text=True, **streams)  # type: ignore[call-overload]
+    while not (base / "waits").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    return process  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_the_run_that_a_killed_search_had_started_is_waited_for(held: Path):
+    pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=held)
+    pulsetrain("train", "config.yaml", "--run", "runs/bad", "--training.learning_rate=9.0", cwd=held)
+    killed = start(held)
+    killed.kill()
+    killed.communicate()
+    again = start(held, "--format", "json")
+    assert again.stderr is not None
+    assert "waiting for the end of a run in runs/bad-bisect" in again.stderr.readline()
+    (held / "hold").unlink()
+    printed, errors = again.communicate()
+    assert again.returncode == 0, errors
+    assert json.loads(printed)["causes"] == [["training.learning_rate"]]
+
+
+@pytest.mark.slow
+def test_runs_of_two_processes_are_searched_with_two_and_sigterm_stops_with_a_checkpoint(held: Path):
+    pulsetrain("train", "config.yaml", "--run", "runs/good", "--launch.nproc=2", cwd=held)
+    pulsetrain("train", "config.yaml", "--run", "runs/bad", "--training.learning_rate=9.0", cwd=held)
+    process = start(held)
+    process.terminate()
+    (held / "hold").unlink()
+    assert "the same command continues in runs/bad-bisect" in process.communicate()[1]
+    assert process.returncode == 130
+    assert list((held / "runs/bad-bisect/good/checkpoints").glob("0*/manifest.json"))
+    done = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "8", cwd=held)
+    assert "runs/good was trained by 2 processes, runs/bad by 1 process; every run here has as many" in done.stderr
+    assert processes_of(held / "runs/bad-bisect/bad")[0].processes == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_counts_as_failed(base: Path):
+    """As the kernel does where memory is short; the search does not wait for it to get better."""
+    check = "def data(batch_size=8, flag=0):\n    import os\n    if flag: os.kill(os.getpid(), 9)\n"
+    toy = (base / "toy.py").read_text()
+    (base / "toy.py").write_text(toy.replace("def data(batch_size=8):\n", "def data(batch_size=8, flag=0):\n"))
+    for name, words in (("good", []), ("bad", ["--data.init_args.flag=1", "--training.learning_rate=9.0"])):
+        pulsetrain("train", "config.yaml", "--run", f"runs/{name}", *words, cwd=base)
+    (base / "toy.py").write_text(toy.replace("def data(batch_size=8):\n", check))
+    answer = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "8", cwd=base, status=2)
+    assert "bad: a control failed: it was ended by signal 9, perhaps for want of memory" in answer.stderr
+
+
+@pytest.mark.slow
 def test_the_first_bad_commit_is_found(base: Path):
     def git(*words: str) -> str:
         return subprocess.run(
@@ -139,10 +247,18 @@ def test_the_first_bad_commit_is_found(base: Path):
         if number in (0, 5):
             pulsetrain("train", "config.yaml", "--run", f"runs/{number}", cwd=base)
     (base / "toy.py").write_text("my own work")
-    done = pulsetrain("bisect", "runs/0", "runs/5", "--git", "--iterations", "8", cwd=base)
+    command = [sys.executable, "-m", "pulsetrain", "bisect", "runs/0", "runs/5", "--git", "--iterations", "8"]
+    killed = subprocess.Popen(command, cwd=base, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (base / f"runs/5-bisect/{commits[0][:12]}.txt").exists():
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.kill()  # its checkout stays
+    killed.wait()
+    done = pulsetrain(*command[3:], cwd=base)
     assert f"the first commit with a worse val/loss:\n  {commits[3][:12]} change 3" in done.stdout
     assert (base / "toy.py").read_text() == "my own work"
     assert git("worktree", "list").count("\n") == 0
+    assert not (base / "runs/5-bisect/checkout").exists()
     assert git("status", "--porcelain") == "M toy.py"
     answer = pulsetrain("bisect", "runs/0", "runs/0", "--git", cwd=base, status=2)
     assert "leave --git out" in answer.stderr
@@ -194,8 +310,17 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--metric val/none: is not a metric of both runs; these are: val/loss" in wrong(
         capsys, "a", "c", "--metric", "val/none"
     )
-    assert "whether it should fall or rise is not known" in wrong(capsys, "a", "c", "--metric", "val/other")
+    said = wrong(capsys, "a", "c", "--metric", "val/other")
+    assert "whether it should fall or rise is not known; add --mode min or --mode max" in said
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "bisect.json").touch()
+    assert "broken: holds the runs of another question" in wrong(capsys, "a", "c", "--into", "broken")
+    (tmp_path / "file").touch()
+    assert "file" in wrong(capsys, "a", "c", "--into", "file/into")
+    assert main(["archive", "a", "--into", "."]) == 0
+    assert "a.run.zip: is an archive; unpack it" in wrong(capsys, "a.run.zip", "c")
     assert "iterations=0" in wrong(capsys, "a", "c", "--iterations", "0")
+    assert "--mode max: needs --metric" in wrong(capsys, "a", "c", "--mode", "max")
     assert "not a git repository" in wrong(capsys, "a", "c", "--git", "--into", "by-git")
     assert not (tmp_path / "by-git").exists()
     (tmp_path / "into").mkdir()
@@ -209,3 +334,30 @@ def test_a_control_that_cannot_be_trained_is_named(tmp_path: Path, capsys: pytes
         write_run(tmp_path / name, [1.0, rate], rate=rate)
     said = wrong(capsys, str(tmp_path / "a"), str(tmp_path / "c"))
     assert "a control failed" in said
+
+
+@pytest.mark.parametrize("good", [math.nan, math.inf])
+def test_nothing_is_worse_than_nan_or_infinity(tmp_path: Path, good: float, monkeypatch: pytest.MonkeyPatch):
+    a, b = (write_run(tmp_path / name, [1.0], rate=rate) for name, rate in (("a", 0.1), ("b", 0.2)))
+    pair = read_pair(a, b, None)
+    monkeypatch.setattr(
+        trials_module, "summarize", lambda folder: SimpleNamespace(last={"val/loss": float(folder.name)})
+    )
+    said = f"val/loss is {good} with the settings of"
+    with Trials(pair, tmp_path / "into", 8) as trials, pytest.raises(ConfigurationError, match=said):
+        trials.controls_of(lambda value: trials.add(str(value), "", lambda folder: ""), (good, 0.5))
+
+
+def test_the_folder_of_a_run_that_is_named_by_dots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, rate in (("a", 0.1), ("c", 0.2)):
+        write_run(tmp_path / name, [1.0, rate], rate=rate)
+    monkeypatch.chdir(tmp_path / "c")
+    wrong(capsys, "../a", ".")
+    assert (tmp_path / "c-bisect").is_dir()
+
+
+def test_settings_are_written_as_the_command_line_reads_them():
+    for value in (1e-5, math.inf, -math.inf, "1e-5", "yes", "a: b", None, [1e-7, math.inf], {"a b": {"c": -math.inf}}):
+        assert load_yaml(_yaml(value)) == value

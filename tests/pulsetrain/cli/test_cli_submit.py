@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pulsetrain.cli import main
+from pulsetrain.cli import main, queue_table
 from pulsetrain.submit import queue_process
 from pulsetrain.submit.local_queue import LocalQueue
 from tests.support.training_jobs import loads, losses, processes_with, until, write_run
@@ -78,6 +80,7 @@ def test_a_scheduler_that_is_not_there_is_named_and_nothing_is_left(
         ("base.yaml --to local --launch.nproc 3 --devices 2", "the queue of this machine shares out 2 device(s)"),
         ("base.yaml --to local --training.learning_rat 1", "learning_rat"),
         ("base.yaml --to local --parallel.shrad 2", "shrad"),
+        ("base.yaml --to local --training.device cuda:77", "not on this machine, which has cpu"),
         ("base.yaml --to local --workers 2", "--workers: is for sweeps"),
         ("s.yaml --to local --training.seed 2", "--training.seed: s.yaml is a sweep"),
         ("base.yaml --to kubernetes --run a", "--image: is missing"),
@@ -119,6 +122,46 @@ def test_print_submits_nothing(base: Path, capsys: Streams) -> None:
     assert files(base) == before
 
 
+def test_what_is_printed_is_what_is_submitted(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams) -> None:
+    from tests.support.fake_slurm import install
+
+    pytest.importorskip("submitit")
+    state = install(base / "bin")
+    sbatch = f'#!{shutil.which("bash")}\ncp "$1" "{state}/script.sh"\necho Submitted batch job 71\n'
+    (base / "bin" / "sbatch").write_text(sbatch)
+    monkeypatch.setenv("PATH", f"{base / 'bin'}:{os.environ['PATH']}")
+    words = ["base.yaml", "--training.seed", "4", "--launch.nproc", "2"]
+    for options in (["--to", "slurm", "--run", "a b'c", "--time", "90"], ["--to", "local", "--run", "d e'f"]):
+        assert main(["submit", *words, *options, "--print"]) == 0
+        printed = capsys.readouterr().out
+        assert main(["submit", *words, *options, *(["--devices", "2"] if "local" in options else [])]) == 0
+        capsys.readouterr()
+        if "slurm" in options:
+            assert printed.startswith((state / "script.sh").read_text())
+            submitit = pytest.importorskip("submitit.core.utils")
+            (pickled,) = Path("a b'c/submit").glob("*_submitted.pkl")
+            submitted = submitit.DelayedSubmission.load(pickled).function.words
+        else:
+            submitted = LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"])).jobs()[0].words
+        assert shlex.split(printed.splitlines()[-1].partition("pulsetrain ")[2]) == list(submitted)
+
+
+def test_a_full_disk_is_one_line(base: Path) -> None:
+    """No file can grow beyond 4 KiB, as where the disk of the queue is nearly full."""
+    LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"])).devices = [""]
+    program = (
+        "import resource, sys\n"
+        "from pulsetrain.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "sys.exit(main(['submit', 'base.yaml', '--to', 'local', '--run', 'a']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"queue\.sqlite: cannot be read or written: .*disk.*; make room on its disk", done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+    assert not Path("a").exists()
+
+
 def test_a_credential_of_the_environment_is_in_no_file(
     base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams
 ) -> None:
@@ -148,6 +191,16 @@ def test_two_submissions_get_two_folders(base: Path, capsys: Streams) -> None:
     assert rows[0] == "job 2: cancelled"
     assert rows[1].split() == ["job", "state", "devices", "interruptions", "time", "name", "output"]
     assert rows[3].split()[:3] == ["2", "cancelled", "-"]
+
+
+def test_jobs_outlive_ctrl_c_during_wait(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue_table.time, "sleep", stop)
+    assert main(["submit", "base.yaml", "--to", "local", "--run", "a", "--devices", "1", "--wait"]) == 130
+    assert "the jobs continue; `pulsetrain submit --to local --status`" in capsys.readouterr().err
+    assert LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"])).job(1).state in ("waiting", "running")
 
 
 def test_a_folder_whose_job_waits_is_refused(base: Path, capsys: Streams) -> None:

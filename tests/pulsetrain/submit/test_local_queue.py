@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ from tests.support.training_jobs import processes_with, until
 PYTHON = f"""#!/bin/bash
 if [ "$2" != pulsetrain ]; then exec {sys.executable} "$@"; fi
 case "$3" in
-    hold) echo "$CUDA_VISIBLE_DEVICES" > "$4.started"; while [ ! -e "$4" ]; do sleep 0.05; done ;;
+    hold) echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > "$4.timeout"; echo "$CUDA_VISIBLE_DEVICES" > "$4.started"
+        while [ ! -e "$4" ]; do sleep 0.05; done ;;
     fail) exit 1 ;;
     killed) kill -9 $$ ;;
 esac
@@ -103,6 +104,41 @@ def test_a_job_sees_its_gpus_alone(folder: Path) -> None:
     until(lambda: all((folder / f"{index}.started").read_text() for index in range(2)))
     assert (folder / "0.started").read_text() == "4\n"
     assert (folder / "1.started").read_text() == "5,GPU-7\n"
+
+
+def test_several_processes_get_as_long_as_one_to_stop(folder: Path) -> None:
+    """By default their launcher kills them after 30 s, however long the queue waits for the launcher."""
+    queue = queue_with(folder, 1)
+    add(queue, ["hold", str(folder / "0")])
+    process_of(queue).step()
+    until(lambda: (folder / "0.timeout").exists() and (folder / "0.timeout").read_text())
+    assert (folder / "0.timeout").read_text() == "110\n"
+
+
+def test_a_queue_whose_file_cannot_be_written_for_a_while_continues(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class FullDisk(LocalQueue):
+        left = 3
+
+        def start(self, number: int, assigned: Sequence[int]) -> bool:
+            self.left -= 1
+            if self.left >= 0:
+                raise ConfigurationError("queue.sqlite: cannot be written")
+            return super().start(number, assigned)
+
+    monkeypatch.setattr(queue_process, "_RETRY", 0.0)
+    queue = FullDisk(folder / "queue")
+    queue.devices = [""]
+    job = add(queue, ["fail"])
+    process_of(queue).run()
+    assert queue.job(job).state == "failed"
+    assert capsys.readouterr().err.count("cannot be written") == 1
+    add(queue, ["fail"])
+    queue.left = 1
+    queue.file.unlink()
+    with pytest.raises(ConfigurationError):  # it was deleted, and nobody will write it again
+        process_of(queue).run()
 
 
 def test_a_job_that_fails_is_not_started_again(folder: Path) -> None:
@@ -228,5 +264,5 @@ def test_fewer_devices_than_a_waiting_job_needs_are_refused(folder: Path) -> Non
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "queue.sqlite").write_text("no database" * 100)
-    with pytest.raises(ConfigurationError, match=r"queue\.sqlite: cannot be opened"):
+    with pytest.raises(ConfigurationError, match=r"queue\.sqlite: is damaged"):
         LocalQueue(tmp_path)
