@@ -23,7 +23,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu pythons lowest install install-dev lint types contracts pytest architecture coverage faults ignite-suite docs format bench perf-check clean FORCE
+.PHONY: help demo test test-slow test-gpu pythons lowest install install-dev lint types contracts pytest architecture coverage faults ignite-suite docs dist format bench perf-check clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -66,9 +66,9 @@ pythons: ## make test with each Python version that is supported, each in an env
 lowest: $(VENV)/place ## the tests of the engine with the lowest versions that pyproject.toml accepts, in build/lowest
 	$(step) 'Tests with the lowest versions (pytest)'
 	@$(BIN)/python -m venv build/lowest
-	@build/lowest/bin/python -m pip install --quiet $$($(BIN)/python tests/lowest_versions.py) $(TEST_TOOLS)
+	@build/lowest/bin/python -m pip install --quiet $$($(BIN)/python tests/lowest_versions.py) pytest pytest-xdist hypothesis
 	@build/lowest/bin/python -m pip install --quiet --no-deps -e .
-	@build/lowest/bin/python -m pytest -m 'not slow' $(or $(ARGS),tests/engine/events tests/engine/recording tests/engine/step tests/engine/data tests/engine/checkpoint)
+	@build/lowest/bin/python -m pytest -m 'not slow' $(or $(ARGS),tests/engine/events tests/engine/recording tests/engine/step tests/engine/checkpoint tests/pulsetrain/configuration)
 
 docs: $(VENV)/installed-dev ## the documentation as a site, in build/site; warnings are errors
 	$(step) 'Documentation (mkdocs)'
@@ -95,6 +95,11 @@ faults: $(VENV)/installed-dev ## the fault tests, and runs that are killed and r
 ignite-suite: $(VENV)/installed-dev ## pytorch-ignite's own tests on our Engine; downloads its sources from the package index
 	$(step) "Pytorch-ignite's own tests"
 	@$(BIN)/python tests/ignite_suite.py $(ARGS)
+
+dist: $(VENV)/installed-dev ## build the wheel and the source distribution into dist/
+	$(step) 'Wheel and source distribution'
+	@rm -rf build/lib dist
+	@$(BIN)/python -c "from setuptools.build_meta import *; print(build_sdist('dist')); print(build_wheel('dist'))"
 
 format: $(VENV)/installed-dev ## let ruff fix what it can
 	$(step) 'Format (ruff)'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib.metadata import distribution, requires
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def with_what_they_need(names: list[str]) -> set[str]:
         found.add(name)
         waiting += [re.split(r"[^\w.-]", line)[0] for line in requires(name) or () if ";" not in line]
     return found
+
+
+def test_the_readme_says_how_many_packages_each_choice_installs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    default = [re.split(r"[^\w.-]", line)[0] for line in project["dependencies"]]
+    default += re.findall(r"[\w.-]+", "docstring-parser typeshed-client")  # of jsonargparse[signatures]
+    counts = [len(with_what_they_need(names) - with_what_they_need(["torch"])) + 1 for names in (core(), default)]
+    found = re.findall(r"\((\d+) packages besides torch and its own instead of (\d+)\)", README)
+    assert [tuple(map(str, counts))] == found
 
 
 @pytest.fixture(scope="module")

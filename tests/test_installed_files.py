@@ -127,3 +127,11 @@ def test_every_package_that_is_imported_is_declared():
         and not {each.lower().replace("_", "-") for each in of_module.get(name, [name])} & declared
     }
     assert undeclared == {}
+
+
+def test_contributing_says_what_each_package_is_for():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [re.split(r"[^\w.-]", line)[0] for line in project["dependencies"]]
+    assert [name for name in needed if f"\n| {name} |" not in text] == []
+    assert [extra for extra in project["optional-dependencies"] if f"\n| `{extra}` |" not in text] == []

@@ -169,12 +169,12 @@ def loaders() -> list[tuple[torch.Tensor, torch.Tensor]]:
 """
 
 
-@pytest.fixture(params=["package", "namespace"])
-def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A user's project whose own modules have our folders' names."""
+@pytest.fixture
+def project(request: pytest.FixtureRequest, python: Path, tmp_path: Path) -> Path:
+    """A user's project whose own modules have our folders' names: beside a wheel a package, else a namespace."""
     files = {"engine.py": USER_ENGINE, "handlers/mine.py": USER_HANDLERS, "train.py": TRAIN, "model.py": MODEL}
     files |= {"config.yaml": CONFIG, "tests/test_training.py": f"def test_trains():\n{textwrap.indent(TRAIN, '    ')}"}
-    if request.param == "package":
+    if request.node.callspec.params["python"] == "wheel":
         files["handlers/__init__.py"] = ""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -49,13 +49,14 @@ _PURPOSE = {
 }
 _NOT_FOR_USERS = ("bench", "dev")
 _MODULES = {"array-api-compat": "array_api_compat", "pytorch-ignite": "ignite", "PyYAML": "yaml"}
-_REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[[^]]*\])?\s*([^;]*?)\s*(?:;.*extra == ["']([^"']+)["'].*)?$""")
+_REQUIREMENT = re.compile(r"""([\w.-]+)(\[[^]]*\])?\s*([^;]*?)\s*(?:;.*extra == ["']([^"']+)["'].*)?$""")
 
 
 class _Package(NamedTuple):
     """A requirement of pulsetrain: of itself, or of one of its extras."""
 
     name: str
+    extras: str | None  # such as "[signatures]"
     accepted: str  # such as ">=2.9"
     extra: str | None
 
@@ -119,7 +120,7 @@ def _is_usable(package: _Package) -> bool:
     module = _MODULES.get(package.name, package.name)
     state, usable = _version(package.name), True
     if not state:
-        remedy = f"pip install '{package.name}{package.accepted}'"
+        remedy = f"pip install '{package.name}{package.extras or ''}{package.accepted}'"
         usable = module in NOT_FOR_THE_ENGINE
         state = f"missing{', which the engine can do without' if usable else ''}; {remedy}"
     elif _is_other(package, state):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import metadata
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 import pytest
@@ -93,3 +93,50 @@ def test_a_test_that_fails_is_shown_and_is_the_exit_status(
     output = capsys.readouterr().out
     assert "FAILED: RuntimeError: the disk is on fire" in output
     assert "please report this" in output
+
+
+@pytest.mark.parametrize(
+    ("found", "damaged", "line"),
+    [
+        ("", False, "blinker            missing; pip install 'blinker>=1.9'"),
+        ("1.2", False, "blinker            1.2, but >=1.9 is needed; pip install 'blinker>=1.9'"),
+        ("1.9", True, "blinker            1.9, but it cannot be imported: ModuleNotFoundError"),
+    ],
+    ids=["missing", "too old", "damaged"],
+)
+def test_a_package_that_is_not_usable_is_named_with_its_remedy_and_nothing_is_tested(
+    found: str, damaged: bool, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(doctor_command, "version", lambda name: version_but("blinker", found, name))
+    if damaged:
+        monkeypatch.setitem(sys.modules, "blinker", None)
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert f"  {line}" in output
+    assert "\nblinker: not usable, see above; nothing is tested" in output
+    assert "passed in" not in output
+
+
+def test_a_package_that_only_commands_need_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(doctor_command, "version", lambda name: version_but("jsonargparse", "", name))
+    assert main(["doctor", "--no-test"]) == 0
+    remedy = "which the engine can do without; pip install 'jsonargparse[signatures]>="
+    assert f"  jsonargparse       missing, {remedy}" in capsys.readouterr().out
+
+
+def test_an_extra_whose_package_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(doctor_command, "version", lambda name: version_but("plotly", "5.0", name))
+    assert main(["doctor", "--no-test"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  report "))
+    assert line.endswith("plotly 5.0; needed: plotly>=6.3; pip install 'pulsetrain[report]'")
+
+
+def version_but(package: str, found: str, name: str) -> str:
+    """The version of a package; of this one, the one that is said to be found."""
+    if name != package:
+        return version(name)
+    if not found:
+        raise PackageNotFoundError(name)
+    return found
