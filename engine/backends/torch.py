@@ -372,7 +372,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
             outputs = state.weights(inputs) if isinstance(inputs, Tensor) else self.forward(state.weights, batch)
             loss = strategy.compute_loss(outputs, batch)
         except Exception as error:
-            explain(error, batch)
+            explain(error, batch, state.weights)
             raise
         try:
             learns = loss.requires_grad

@@ -180,7 +180,11 @@ class TorchComputation:
     def checked_module(self, model: object) -> nn.Module:
         """The model where it is, with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
-            raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
+            is_class = isinstance(model, type) and issubclass(model, nn.Module)
+            made = f", as {model.__name__}(...)" if is_class else ""
+            raise ArgumentTypeError(
+                f"needs a torch.nn.Module{made}", "TorchBackend", model=model if is_class else type(model)
+            )
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
             raise ConfigurationError(
                 f"{type(model).__name__} has weights in float16, whose gradients cannot be scaled; leave the weights "
@@ -230,7 +234,7 @@ class TorchComputation:
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
         except Exception as error:
-            explain(error, batch)
+            explain(error, batch, model)
             raise
 
     def to_torch(self, value: Tree) -> Tree:
@@ -260,14 +264,19 @@ def no_gradient() -> RuntimeError:
     )
 
 
-def explain(error: Exception, batch: TrainingBatch) -> None:
-    """Add notes to an error: what the batch held, and the remedy for arrays of other libraries."""
+def explain(error: Exception, batch: TrainingBatch, model: object = None) -> None:
+    """Add notes to an error: what the batch held, and the remedy for arrays of other libraries or another dtype."""
     error.add_note(given(batch))
     if any(is_array(leaf) and not isinstance(leaf, Tensor) for leaf in tree_leaves((batch.inputs, batch.targets))):
         error.add_note(
             "TorchBackend computes with torch tensors: let the loader give torch.from_numpy(array), or "
             "torch.from_dlpack(array), or train with JaxBackend(), which takes all of them"
         )
+    if isinstance(error, RuntimeError) and "type" in str(error) and isinstance(model, nn.Module):
+        weights = next((each.dtype for each in model.parameters()), None)
+        inputs = next((each.dtype for each in tree_leaves(batch.inputs) if isinstance(each, Tensor)), weights)
+        if inputs != weights:
+            error.add_note(f"the weights are {weights}: let the dataset return inputs.to({weights})")
 
 
 def given(batch: TrainingBatch) -> str:

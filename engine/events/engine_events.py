@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar, overload
 
 from ignite.engine.events import EventsList
 
+from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.dispatch import Dispatcher
 from pulsetrain.engine.events.handler_signature import Handler
@@ -150,6 +152,9 @@ class EngineEvents(Dispatcher):
         epoch 1: 2
         epoch 2: 2
         """
+        if isinstance(event_name, FunctionType | MethodType):
+            rule = "needs an event, as in @trainer.on(Events.EPOCH_COMPLETED)"
+            raise ArgumentTypeError(rule, f"{type(self).__name__}.on", event_name=event_name)
 
         def decorate(handler: F) -> F:
             self.add_event_handler(event_name, handler, *args, phase=phase, on_error=on_error, **kwargs)

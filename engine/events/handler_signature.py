@@ -119,9 +119,10 @@ def bind(
     for form in forms:
         if form.engine and not engine_fits:
             continue
-        reason = form.fits(signature, args, kwargs)
-        if not reason:
+        misfit = form.fits(signature, args, kwargs)
+        if not misfit:
             return form
+        reason = reason or misfit  # of the first form, which most handlers have
     raise ValueError(
         f"Error adding {handler!r} 'handler' to {event}: takes parameters {list(signature.parameters)} but will be "
         f"called with {' or '.join(form.describe() for form in forms)}, args={args}, kwargs={kwargs} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from ignite.engine.events import EventEnum as IgniteEventEnum
@@ -133,8 +134,9 @@ class EventRegistry:
         if self.has_registered_events(event):
             return self._identify(event)
         hint = "custom events are allowed by register_events()"
-        if isinstance(event, str) and event.upper() in Events.__members__:
-            hint = f"did you mean Events.{event.upper()}?"
+        if isinstance(event, str):
+            near = get_close_matches(event.upper(), Events.__members__, n=1)
+            hint = f"did you mean Events.{near[0]}?" if near else hint
         raise ValueError(f"Event {event} is not a valid event for this {type(self).__name__}; {hint}")
 
     def _assert_allowed_event(self, event: EventLike) -> None:

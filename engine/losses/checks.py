@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.arrays import Array, has_values
+from pulsetrain.engine.logs import get_logger
 
-__all__ = ["check_finite", "check_labels", "check_probabilities", "readable", "reject"]
+__all__ = ["check_finite", "check_labels", "check_probabilities", "readable", "reject", "warn_of_probabilities"]
+
+logger = get_logger("engine")
 
 
 def check_labels(place: str, outputs: Array, targets: Array, ignore_index: int = -100) -> None:
@@ -79,6 +82,21 @@ def check_probabilities(place: str, targets: Array) -> None:
     targets = readable(targets)
     remedy = "not; pass 1.0 for yes, 0.0 for no, or a number in between"
     reject(place, "targets", targets, ~((targets >= 0) & (targets <= 1)), "needs probabilities from 0 to 1", remedy)
+
+
+def warn_of_probabilities(place: str, outputs: object) -> None:
+    """Warns if each row of the logits, shape (rows, classes), sums to 1, as after a softmax; only in training."""
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < 2:
+        return
+    if not outputs.requires_grad or not has_values(outputs):
+        return
+    rows = outputs.detach()[:100].float()
+    if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() < 1e-3).all()):
+        logger.warning(
+            "each row of the model's output sums to 1, as after a softmax, and the loss applies one itself; let the "
+            "model return the logits",
+            loss=place,
+        )
 
 
 def readable(targets: Array) -> Tensor | np.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.arrays import Array, has_values, is_array, is_floating, namespace
 from pulsetrain.engine.class_indices import is_integral
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses.checks import check_finite, check_labels, check_probabilities
+from pulsetrain.engine.losses.checks import check_finite, check_labels, check_probabilities, warn_of_probabilities
 from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
 from pulsetrain.engine.losses.regression import huber, l1, mse
 
@@ -126,6 +126,7 @@ def check_first_batch(loss: str | Loss, outputs: Array, targets: Array) -> None:
         if shape and targets.shape == shape[:-1] and is_integral(targets):
             ignored = getattr(function, "ignore_index", options.get("ignore_index", -100))
             check_labels(place, outputs, targets, ignored)
+            warn_of_probabilities(place, outputs)
     elif function in _OVER_PROBABILITIES and is_floating(targets):
         check_probabilities(place, targets)
     elif function in _NAMED.values() and is_floating(targets):

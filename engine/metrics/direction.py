@@ -58,9 +58,11 @@ metric='val/top5' are better does not follow from its name; pass mode='min' or m
     """
     mode = infer_mode(name, metrics)
     if mode is None:
+        prefix = name[: name.rfind("/") + 1]
+        names = [f"{prefix}{word}" for word in (*names_of(metrics or {}), *KNOWN_WORDS)]
         rule = (
             "whether smaller or larger values of {metric} are better does not follow from its name; pass mode='min' or "
-            f"mode='max'{did_you_mean(name.lower().rpartition('/')[2], KNOWN_WORDS)}"
+            f"mode='max'{did_you_mean(name, names)}"
         )
         raise ConfigurationError(rule, place, mode=None, metric=name)
     return mode

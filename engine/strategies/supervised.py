@@ -128,9 +128,10 @@ class SupervisedStrategy:
                 f"the targets; name one, as SupervisedStrategy(target={found[0]!r}), and let the loader drop the other"
             )
         has = f", and this one has {', '.join(map(str, fields)) or 'no field'}" if isinstance(batch, Mapping) else ""
+        length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise TypeError(
-            f"SupervisedStrategy: a batch of {type(batch).__name__} cannot be split; let the loader return pairs "
-            f"(inputs, targets), or a mapping with inputs and {' or '.join(map(repr, wanted))}{has}; or write a "
+            f"SupervisedStrategy: a batch of {type(batch).__name__}{length} cannot be split; let the loader return "
+            f"pairs (inputs, targets), or a mapping with inputs and {' or '.join(map(repr, wanted))}{has}; or write a "
             "strategy whose prepare_batch accepts it"
         )
 
@@ -161,6 +162,11 @@ class SupervisedStrategy:
             error.add_note(
                 f"in SupervisedStrategy(loss={self.loss_name!r}), given the model's output {describe(outputs)}"
             )
+            if isinstance(outputs, (tuple, list)) and self._reads_logits:
+                error.add_note(
+                    f"{self.loss_name} takes one tensor: let the model return the predictions alone, or pass as loss a "
+                    "function of the output and the targets"
+                )
             raise
         if not isinstance(loss, Tensor) or loss.ndim:
             self._check_loss(loss, batch.targets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from itertools import chain
+from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 from pulsetrain.engine import Engine, Event, Events, OnError, Phase, TrainingRun, is_training_run
@@ -152,7 +153,9 @@ def _next_steps(engine: Engine) -> Iterator[str]:
         latest = saver.manager.get_latest() if best is None else best
         if latest is not None:
             yield f"{'Best checkpoint' if best is not None else 'Checkpoint'}: {latest}"
-            yield "Train longer: trainer.train(resume='latest') with a larger bound; predict: pulsetrain.load(path)"
+            bound = "" if str(engine.state.stop_reason).endswith("was received") else ", with a larger bound"
+            model = "" if Path(_run_folder(engine), "config.yaml").is_file() else ", model"
+            yield f"Continue: trainer.train(resume='latest'){bound}; predict: pulsetrain.load(path{model})"
     if recorder is not None:
         yield f"Look at it: pulsetrain report {_run_folder(engine)}"
 

@@ -120,7 +120,8 @@ def _run_and_config(checkpoint: Location) -> tuple[Path, Mapping[str, Any]]:
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigurationError(
-            f"{run}: has no config.yaml from which the model could be made; in Python, use load_weights(model, "
-            "path) and model.save_pretrained(folder), or torch.export"
+            f"{run}: has no config.yaml from which the model could be made; in Python, pass it: "
+            "pulsetrain.load(path, model); what that returns can be exported by model.save_pretrained(folder) or "
+            "torch.export"
         )
     return run, read_config(file, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pulsetrain.engine.data.loaders import can_be_read_once
 from pulsetrain.engine.distributed.ranks import is_pipelined, is_sharded, ranks
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.losses import get_loss
 from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import Schedule, build_schedule
@@ -165,9 +167,15 @@ def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingS
 def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional methods
     """The strategy of this name, or the strategy itself."""
     if isinstance(strategy, str):
+        if strategy not in STRATEGIES and _names_a_loss(strategy):
+            rule = f"is a loss; pass strategy=SupervisedStrategy({strategy!r})"
+            raise ConfigurationError(rule, "Trainer", strategy=strategy)
         check_choice("Trainer", "strategy", strategy, STRATEGIES)
         return STRATEGIES[strategy]()
     if isinstance(strategy, type) or not isinstance(strategy, (TrainingStrategy, AlternatingStrategy)):
+        if isinstance(strategy, (FunctionType, nn.Module)):
+            rule = "is no strategy; if it is a loss, pass strategy=SupervisedStrategy(loss)"
+            raise ArgumentTypeError(rule, "Trainer", strategy=strategy)
         raise ArgumentTypeError(
             f"needs a name ({', '.join(sorted(STRATEGIES))}) or an object with prepare_batch, compute_loss and "
             "compute_metrics, or with prepare_batch and compute_losses",
@@ -175,6 +183,14 @@ def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional me
             strategy=strategy,
         )
     return strategy
+
+
+def _names_a_loss(name: str) -> bool:
+    try:
+        get_loss(name)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of any kind

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pulsetrain import HuggingFaceCallbacks, LightningCallbacks, RunSummary, Trainer, TrainingConfig
-from pulsetrain.engine import Engine, EventBus, SupervisedStrategy
+from pulsetrain import Checkpointer, HuggingFaceCallbacks, LightningCallbacks, RunSummary, Trainer, TrainingConfig
+from pulsetrain.engine import Engine, EventBus, Events, SupervisedStrategy
 from pulsetrain.testing import tiny_loader, tiny_model
 from tests.handlers.test_handler_contract import OF_TRAINERS
 from tests.support.engines import subscriptions
@@ -100,6 +101,25 @@ class TestRunSummary:
         assert history[-1] != best, "the test needs a run that gets worse"
         expected = f"val/loss {history[-1]:.4g} (best {best:.4g})."
         assert expected in stream.getvalue()
+
+    def test_the_last_lines_say_how_to_continue_and_to_predict(self, tmp_path: Path):
+        def lines(run: Path) -> list[str]:
+            stream = io.StringIO()
+            trainer = Trainer(
+                tiny_model(), tiny_loader(), strategy=SupervisedStrategy("mse"),
+                config=TrainingConfig(progress=False, seed=0), handlers=[Checkpointer(run), RunSummary(stream)],
+            )  # fmt: skip
+            if run.name == "stopped":
+                trainer.on(Events.ITERATION_COMPLETED(once=2))(lambda: trainer.terminate(reason="SIGINT was received"))
+            trainer.train()
+            return stream.getvalue().splitlines()
+
+        bound = "Continue: trainer.train(resume='latest'), with a larger bound; predict: pulsetrain.load(path, model)"
+        assert bound in lines(tmp_path / "ended")
+        assert bound.replace(", with a larger bound", "") in lines(tmp_path / "stopped")
+        (tmp_path / "configured").mkdir()
+        (tmp_path / "configured" / "config.yaml").touch()
+        assert bound.replace("path, model", "path") in lines(tmp_path / "configured")
 
     @pytest.mark.parametrize(("progress", "kinds"), [(True, ["RunSummary", "ProgressBar"]), (False, [])])
     def test_a_trainer_has_one_by_default(self, progress: bool, kinds: list[str]):

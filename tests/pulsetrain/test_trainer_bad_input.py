@@ -34,6 +34,10 @@ from tests.support.models import Tokens, loader, regression_model, trainer
     [
         ({"strategy": "supervized"}, ConfigurationError, "did you mean 'supervised'"),
         ({"strategy": SupervisedStrategy}, TypeError, "prepare_batch"),
+        ({"strategy": "mse"}, ConfigurationError, r"is a loss; pass strategy=SupervisedStrategy\('mse'\)"),
+        ({"strategy": nn.MSELoss()}, TypeError, r"pass strategy=SupervisedStrategy\(loss\)"),
+        ({"strategy": nn.functional.mse_loss}, TypeError, r"pass strategy=SupervisedStrategy\(loss\)"),
+        ({"model": nn.Linear}, TypeError, r"model=Linear\): needs a torch.nn.Module, as Linear\(...\)"),
         ({"train_loader": 7}, TypeError, "iterable of batches"),
         ({"val_loader": iter([1])}, ConfigurationError, "read once"),
         ({"handlers": [print]}, TypeError, "attach"),
@@ -356,3 +360,34 @@ def test_a_subclass_may_ask_for_its_model_before_it_has_one():
     run = Lazy()
     run.train()
     assert run.state.iteration == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
+def test_inputs_of_another_type_than_the_weights_come_with_the_remedy(dtype: torch.dtype):
+    data = [(torch.ones(2, 4, dtype=dtype), torch.ones(2, 1))]
+    with pytest.raises(RuntimeError, match="type") as caught:
+        trainer(train_loader=data).train()
+    assert "let the dataset return inputs.to(torch.float32)" in caught.value.__notes__[-1]
+
+
+def test_a_tuple_from_the_model_comes_with_the_remedy():
+    class Twice(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return super().forward(inputs), None
+
+    with pytest.raises(AttributeError, match="tuple") as caught:
+        trainer(model=Twice(4, 1)).train()
+    assert any("mse takes one tensor: let the model return" in note for note in caught.value.__notes__)
+
+
+def test_a_batch_of_three_says_that_it_has_three():
+    with pytest.raises(TypeError, match="a batch of tuple of 3 cannot be split; let the loader return pairs"):
+        trainer(train_loader=[(torch.ones(2, 4), torch.ones(2, 1), 7)]).train()
+
+
+def test_a_decorator_without_its_event_is_refused():
+    run = trainer()
+    with pytest.raises(TypeError, match=r"needs an event, as in @trainer.on\(Events.EPOCH_COMPLETED\)"):
+
+        @run.on
+        def report(trainer: Trainer) -> None: ...

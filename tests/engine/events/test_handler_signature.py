@@ -255,6 +255,16 @@ def test_a_signature_that_fits_nothing_is_a_value_error_at_registration(engine, 
     assert not engine.hears(event)
 
 
+def test_what_is_missing_is_the_parameter_after_the_engine(engine):
+    with pytest.raises(ValueError, match="missing a required argument: 'batch'"):
+        engine.add_event_handler(Events.STARTED, lambda engine, batch: None)
+
+
+def test_a_misspelt_name_of_an_event_is_corrected(engine):
+    with pytest.raises(ValueError, match=r"did you mean Events.EPOCH_COMPLETED\?"):
+        engine.add_event_handler("epoch_complete", print)
+
+
 def test_a_callable_without_a_signature_is_a_value_error(engine):
     with pytest.raises(ValueError, match="no readable signature"):
         engine.add_event_handler(Events.STARTED, max)

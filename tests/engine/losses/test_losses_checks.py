@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import structlog
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -142,3 +143,16 @@ def test_another_failure_of_torch_stays_what_it_is():
         cross_entropy(torch.zeros(2, 3, device="meta"), torch.tensor([0, 1]))
     with pytest.raises(RuntimeError, match="not implemented"):
         cross_entropy(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 100.0])
+def test_a_softmax_before_cross_entropy_is_warned_of_in_training_only(temperature):
+    logits = temperature * torch.randn(8, 10, generator=torch.Generator().manual_seed(0))
+    targets = torch.zeros(8, dtype=torch.long)
+    with structlog.testing.capture_logs() as logs:
+        check_first_batch("cross_entropy", logits.requires_grad_(), targets)
+        check_first_batch("cross_entropy", logits.log_softmax(-1), targets)
+        check_first_batch("cross_entropy", logits.detach().softmax(-1), targets)
+        assert not logs
+        check_first_batch("cross_entropy", logits.softmax(-1), targets)
+    assert "let the model return the logits" in logs[0]["event"]

@@ -73,3 +73,10 @@ def test_what_is_not_known_is_asked_for(name):
     with pytest.raises(ConfigurationError, match=r"Here\(mode=None\): .*; pass mode='min' or mode='max'") as caught:
         required_mode("Here", name)
     assert caught.value.arguments == {"mode": None, "metric": name}
+
+
+def test_a_misspelt_metric_is_corrected_with_the_name_of_its_set():
+    with pytest.raises(ConfigurationError, match="did you mean 'val/accuracy'\\?"):
+        required_mode("Here", "val/acuracy")
+    with pytest.raises(ConfigurationError, match="did you mean 'far/words'\\?"):
+        required_mode("Here", "far/wrds", {"words": Accuracy()})

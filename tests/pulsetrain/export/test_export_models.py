@@ -177,7 +177,10 @@ def test_what_cannot_be_exported_is_one_clear_error_and_leaves_nothing(train: An
     before.add(tmp_path / "model.pt2")
     assert "already exists" in refused(str(folder), "--format", "torch_export", "--into", "model.pt2")
     (folder / "config.yaml").unlink()
-    assert "has no config.yaml from which the model could be made" in refused(str(folder), "--format", "torch_export")
+    assert (
+        "has no config.yaml from which the model could be made; in Python, pass it: pulsetrain.load(path, model)"
+        in refused(str(folder), "--format", "torch_export")
+    )
 
 
 def test_onnx_needs_its_packages_and_says_which_extra_has_them(
