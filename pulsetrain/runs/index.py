@@ -23,7 +23,8 @@ _DEPTH = 6  # folders below the root
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
 _LOG = [f"/events/{path.name}" for path in log_files(Path())]
-_FILES = ("/run.json", "/config.yaml", f"/{TAGS_FILE}", "/.owner", *_LOG)
+_FILES = [(path, path.split("/")[1]) for path in ("/run.json", "/config.yaml", f"/{TAGS_FILE}", "/.owner", *_LOG)]
+_PASSED = _OF_RUNS | {name for _, name in _FILES}
 
 
 class RunIndex:
@@ -76,23 +77,18 @@ class RunIndex:
             folder, depth = todo.pop()
             try:
                 with os.scandir(folder) as entries:
-                    here = {each.name: each for each in entries}
+                    here = list(entries)
             except OSError:
                 continue
-            if is_run_of(here):
-                yield folder, _sign(folder, here)
-            if archives:
-                yield from (
-                    (each.path, sign_of(each.path))
-                    for name, each in here.items()
-                    if name.endswith(ARCHIVE_SUFFIX) and each.is_file()
-                )
-            if depth < _DEPTH:
-                todo += [
-                    (each.path, depth + 1)
-                    for name, each in here.items()
-                    if name[0] != "." and name not in _OF_RUNS and each.is_dir(follow_symlinks=False)
-                ]
+            names = {each.name for each in here}
+            if is_run_of(names):
+                yield folder, _sign(folder, names)
+            for each in here if depth < _DEPTH or archives else ():
+                name = each.name
+                if archives and name.endswith(ARCHIVE_SUFFIX) and each.is_file():
+                    yield each.path, sign_of(each.path)
+                elif name[0] != "." and name not in _PASSED and depth < _DEPTH and each.is_dir(follow_symlinks=False):
+                    todo.append((each.path, depth + 1))
 
     def _known(self) -> dict[str, tuple[str, RunSummary]]:
         """What is remembered: a sign of the files, and the summary, by path."""
@@ -148,7 +144,7 @@ def sign_of(path: str) -> str:
 
 def _sign(folder: str, names: Container[str]) -> str:
     """The sign of a run folder that holds these names."""
-    return _sizes(folder, [name for name in _FILES if name.split("/", 2)[1] in names])
+    return _sizes(folder, [path for path, name in _FILES if name in names])
 
 
 def _sizes(path: str, names: Iterable[str]) -> str:
