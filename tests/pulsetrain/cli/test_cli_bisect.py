@@ -318,7 +318,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "file").touch()
     assert "file" in wrong(capsys, "a", "c", "--into", "file/into")
     assert main(["archive", "a", "--into", "."]) == 0
-    assert "a.run.zip: is an archive; unpack it" in wrong(capsys, "a.run.zip", "c")
+    assert "a.run.zip: is an archive, and `pulsetrain bisect` needs a folder; unpack it" in wrong(capsys, "a.run.zip", "c")
     assert "iterations=0" in wrong(capsys, "a", "c", "--iterations", "0")
     assert "--mode max: needs --metric" in wrong(capsys, "a", "c", "--mode", "max")
     assert "not a git repository" in wrong(capsys, "a", "c", "--git", "--into", "by-git")
