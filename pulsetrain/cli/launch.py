@@ -36,7 +36,7 @@ class Launch(NamedTuple):
     """How many processes to start.
 
     >>> Launch.of({"training.seed": "1"}) is None, Launch.of({"launch.nproc": "2"})
-    (True, Launch(nproc=2, min_nproc=2))
+    (True, Launch(nproc=2, min_nproc=2, nodes=None))
     """
 
     nproc: int
