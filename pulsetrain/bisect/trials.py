@@ -27,7 +27,6 @@ from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file, writing
 from pulsetrain.reproduce.processes import processes_after
 from pulsetrain.reproduce.rerun import checkpoint_before
-from pulsetrain.runs.archive import is_archive
 from pulsetrain.runs.summary import RunSummary, is_run, mode_of, modes_of, summarize
 
 __all__ = ["Pair", "Trial", "Trials", "read_pair"]
@@ -79,8 +78,6 @@ def read_pair(good: Path, bad: Path, metric: str | None, mode: str | None = None
         ConfigurationError: the metric is not one of both, or its better values are not known.
     """
     for each in (good, bad):
-        if is_archive(each):
-            raise RunFolderError(f"{each}: is an archive; unpack it with `pulsetrain archive --unpack`")
         if not is_run(each) or not (each / "config.yaml").is_file():
             rule = "bisect needs runs that `pulsetrain train` has made" if is_run(each) else "is not a run folder"
             raise RunFolderError(f"{each}: has no config.yaml; {rule}" if is_run(each) else f"{each}: {rule}")

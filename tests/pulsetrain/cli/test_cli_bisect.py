@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pulsetrain.bisect import trials as trials_module
+from pulsetrain.bisect.commits import _paths
 from pulsetrain.bisect.trials import Trials, _yaml, read_pair
 from pulsetrain.cli import main
 from pulsetrain.configuration.yaml_text import load_yaml
@@ -318,7 +319,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "file").touch()
     assert "file" in wrong(capsys, "a", "c", "--into", "file/into")
     assert main(["archive", "a", "--into", "."]) == 0
-    assert "a.run.zip: is an archive, and `pulsetrain bisect` needs a folder; unpack it" in wrong(capsys, "a.run.zip", "c")
+    assert "a.run.zip: is an archive, and `pulsetrain bisect` needs a folder; unpack it" in wrong(
+        capsys, "a.run.zip", "c"
+    )
     assert "iterations=0" in wrong(capsys, "a", "c", "--iterations", "0")
     assert "--mode max: needs --metric" in wrong(capsys, "a", "c", "--mode", "max")
     assert "not a git repository" in wrong(capsys, "a", "c", "--git", "--into", "by-git")
@@ -356,6 +359,18 @@ def test_the_folder_of_a_run_that_is_named_by_dots(
     monkeypatch.chdir(tmp_path / "c")
     wrong(capsys, "../a", ".")
     assert (tmp_path / "c-bisect").is_dir()
+
+
+def test_modules_are_looked_up_in_the_checkout_where_they_are_in_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as those of the folder src of a project that is installed in editable mode."""
+    repository, checkout, elsewhere = (tmp_path / name for name in ("repository", "checkout", "elsewhere"))
+    for folder in (repository / "src", repository / ".venv", checkout / "src", checkout / "project", elsewhere):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", ["", *map(str, (repository / "src", repository / ".venv", elsewhere))])
+    found = _paths(repository, checkout, Path("project"))
+    assert found == [checkout / "project", checkout, checkout / "src"]
 
 
 def test_settings_are_written_as_the_command_line_reads_them():
