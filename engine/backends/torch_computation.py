@@ -180,11 +180,9 @@ class TorchComputation:
     def checked_module(self, model: object) -> nn.Module:
         """The model where it is, with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
-            is_class = isinstance(model, type) and issubclass(model, nn.Module)
-            made = f", as {model.__name__}(...)" if is_class else ""
-            raise ArgumentTypeError(
-                f"needs a torch.nn.Module{made}", "TorchBackend", model=model if is_class else type(model)
-            )
+            if isinstance(model, type) and issubclass(model, nn.Module):
+                raise ArgumentTypeError(f"needs an object, as {model.__name__}(...)", "TorchBackend", model=model)
+            raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
             raise ConfigurationError(
                 f"{type(model).__name__} has weights in float16, whose gradients cannot be scaled; leave the weights "
