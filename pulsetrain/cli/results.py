@@ -35,7 +35,10 @@ def summary(assembly: Assembly, seconds: float) -> str:
     counts = [format_count(getattr(state, thing), thing) for thing in ("iteration", "update", "epoch")]
     if state.tokens:
         counts.append(format_count(state.tokens, "token"))
-    rows = [("stopped", state.stop_reason or "at its end"), ("trained", f"{', '.join(counts)}, {seconds:.0f} s")]
+    rows = [
+        ("stopped", state.stop_reason or f"after {format_count(state.epoch, 'epoch')}"),
+        ("trained", f"{', '.join(counts)}, {seconds:.0f} s"),
+    ]
     for name, value in state.metrics.items():
         rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}"))
     rows += [("not saved", text) for text in unsaved(assembly)]

@@ -174,7 +174,7 @@ def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional me
         return STRATEGIES[strategy]()
     if isinstance(strategy, type) or not isinstance(strategy, (TrainingStrategy, AlternatingStrategy)):
         if isinstance(strategy, (FunctionType, nn.Module)):
-            rule = "is no strategy; if it is a loss, pass strategy=SupervisedStrategy(loss)"
+            rule = "is not a strategy; if it is a loss, pass strategy=SupervisedStrategy(loss)"
             raise ArgumentTypeError(rule, "Trainer", strategy=strategy)
         raise ArgumentTypeError(
             f"needs a name ({', '.join(sorted(STRATEGIES))}) or an object with prepare_batch, compute_loss and "

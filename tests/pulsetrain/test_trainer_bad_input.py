@@ -37,7 +37,7 @@ from tests.support.models import Tokens, loader, regression_model, trainer
         ({"strategy": "mse"}, ConfigurationError, r"is a loss; pass strategy=SupervisedStrategy\('mse'\)"),
         ({"strategy": nn.MSELoss()}, TypeError, r"pass strategy=SupervisedStrategy\(loss\)"),
         ({"strategy": nn.functional.mse_loss}, TypeError, r"pass strategy=SupervisedStrategy\(loss\)"),
-        ({"model": nn.Linear}, TypeError, r"model=Linear\): needs a torch.nn.Module, as Linear\(...\)"),
+        ({"model": nn.Linear}, TypeError, r"model=Linear\): needs an object, as Linear\(...\)"),
         ({"train_loader": 7}, TypeError, "iterable of batches"),
         ({"val_loader": iter([1])}, ConfigurationError, "read once"),
         ({"handlers": [print]}, TypeError, "attach"),

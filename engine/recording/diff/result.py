@@ -76,10 +76,7 @@ class LogDiff:
             lines.append(f"first difference: event {self.divergence.ord:,}, {describe_event(self.divergence.a)}")
             lines += field_table(self.divergence.fields, str(self.a), str(self.b))
         for each in self.missing[:_ROWS]:
-            lines.append(
-                f"missing in {self.a if each.side == 'a' else self.b}: {each.last - each.first + 1:,} events, "
-                f"{each.first:,} to {each.last:,}{f'; the first is {describe_event(each.event)}' if each.event else ''}"
-            )
+            lines.append(f"missing in {self.a if each.side == 'a' else self.b}: {self._extent(each)}")
         if len(self.missing) > _ROWS:
             lines.append(f"and {len(self.missing) - _ROWS:,} more ranges")
         if self.unread:
@@ -89,6 +86,14 @@ class LogDiff:
         if growth:
             lines += _growth_table(self.growth)
         return "\n".join(lines)
+
+    def _extent(self, missing: Missing) -> str:
+        """How many events are missing, and which, if the numbers of the events say that."""
+        count = f"{missing.last - missing.first + 1:,} events"
+        if self.divergence is not None and self.divergence.ord < missing.first:  # the events before may differ in kind
+            return f"{count}, as counted after the first difference"
+        first = f"; the first is {describe_event(missing.event)}" if missing.event else ""
+        return f"{count}, {missing.first:,} to {missing.last:,}{first}"
 
     def as_dict(self, *, growth: bool = True) -> dict[str, Json]:
         """The comparison as plain values for JSON; a field that is absent on a side is left out there.

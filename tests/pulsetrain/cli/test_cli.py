@@ -46,7 +46,7 @@ class TestResults:
         ]
         assert output.err.splitlines() == [inferred, "run folder: runs/tiny-1", *begun, progress]
         rows = [line.split(maxsplit=1) for line in output.out.splitlines() if line]
-        assert rows[0] == ["stopped", "at its end"]
+        assert rows[0] == ["stopped", "after 2 epochs"]
         assert rows[1][1].startswith("10 iterations, 10 updates, 2 epochs, ")
         assert float(rows[2][1]) > 0
         assert output.out.splitlines()[-1] == "run folder  runs/tiny-1"

@@ -144,6 +144,7 @@ def test_it_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("words", "message"),
     [
         ("--training.max_epoch 3", "training.max_epoch: unknown argument of TrainingConfig"),
+        ("--training.lr 1e-3", "training.lr: unknown argument of TrainingConfig; set learning_rate=..."),
         ("--training.max_epochs many", "training.max_epochs='many': needs a whole number or null"),
         ("--training.accumulate 0", "training.accumulate=0: needs to be a whole number of at least 1"),
         ("--model.init_args.widht 3", "model.init_args.widht: unknown argument of Net; choose one of width"),

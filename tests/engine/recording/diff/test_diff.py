@@ -242,6 +242,8 @@ class TestMissing:
         found = diff(write(tmp_path / "a", run()), write(tmp_path / "b", run(2500, output=loss_from(10, 1.0))))
         assert found.divergence.ord == 10
         assert [(each.side, each.first, each.last) for each in found.missing] == [("b", 2500, 2999)]
+        assert "500 events, as counted after the first difference" in str(found)
+        assert "the first is" not in str(found), "an event of another kind may be the one that is missing"
 
 
 class TestDamage:
