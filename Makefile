@@ -66,7 +66,7 @@ pythons: ## make test with each Python version that is supported, each in an env
 lowest: $(VENV)/place ## the tests of the engine with the lowest versions that pyproject.toml accepts, in build/lowest
 	$(step) 'Tests with the lowest versions (pytest)'
 	@$(BIN)/python -m venv build/lowest
-	@build/lowest/bin/python -m pip install --quiet $$($(BIN)/python tests/lowest_versions.py) pytest pytest-xdist hypothesis
+	@build/lowest/bin/python -m pip install --quiet $$($(BIN)/python tests/lowest_versions.py) pytest pytest-xdist hypothesis safetensors
 	@build/lowest/bin/python -m pip install --quiet --no-deps -e .
 	@build/lowest/bin/python -m pytest -m 'not slow' $(or $(ARGS),tests/engine/events tests/engine/recording tests/engine/step tests/engine/checkpoint tests/pulsetrain/configuration)
 
