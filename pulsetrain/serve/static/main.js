@@ -26,13 +26,16 @@ function remember() {
   history.replaceState(null, "", `#${kept}`);
 }
 
-let loading = 0;
+let loading = 0, listed = "";
 async function load() {
   const mine = ++loading;
   try {
     const found = await ask("runs", { where: at("where").value });
     if (mine !== loading) return;
     at("where-error").textContent = "";
+    const text = JSON.stringify(found);
+    if (text === listed) return; // an element that is replaced loses a click, and the focus
+    listed = text;
     const first = page.known.size === 0 && page.selected.size === 0;
     page.runs = found.runs;
     page.columns = found.columns;

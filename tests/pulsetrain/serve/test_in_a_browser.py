@@ -197,11 +197,9 @@ def test_smoothing_and_log_change_what_is_drawn(browser: Any):
 
 
 def test_the_axis_of_a_constant_is_near_its_value(browser: Any):
+    box = "[...document.querySelectorAll('#runs li')].find(e => e.dataset.run === arguments[0]).querySelector('input')"
     for other in ("b", HOSTILE):
-        boxes = browser.find_elements("css selector", "#runs li")
-        next(each for each in boxes if each.get_attribute("data-run") == other).find_element(
-            "tag name", "input"
-        ).click()
+        browser.execute_script(f"{box}.click()", other)
     until(browser, lambda: browser.find_elements("css selector", '.chart[data-metric="learning_rate"]'))
     browser.execute_script("document.querySelector('.chart[data-metric=learning_rate]').scrollIntoView()")
     drawn = chart(browser, "learning_rate")

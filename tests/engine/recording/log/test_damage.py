@@ -23,6 +23,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, diff
 from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS, skippable
 from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.engine.recording.log.scan import recovered
 from pulsetrain.engine.recording.log.tail import CHUNK
 from pulsetrain.engine.recording.replay.playback import Replay
 
@@ -408,3 +409,17 @@ def test_a_forged_block_is_damage_and_takes_no_memory(tmp_path: Path):
         assert EventLog(tmp_path).verify()
         assert list(EventLog(tmp_path).read()) == []
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # kilobytes
+
+
+@pytest.mark.parametrize("bad", [b'{"seq":"x"}', b"[1]", b'{"seq":1,', b""])
+def test_a_line_of_the_tail_that_is_no_event_costs_no_other(bad: bytes):
+    """Its checksum is right: other software, or an error of ours, has written it."""
+
+    def line(text: bytes) -> bytes:
+        return b'%b,"c":%d}' % (text[:-1], zlib.adler32(text))
+
+    good = [msgspec.json.encode(event(n)) for n in range(3)]
+    lines = [line(each) for each in (good[0], bad + b"}", *good[1:])]
+    found = recovered(lines)
+    assert found.events == [event(n) for n in range(3)]
+    assert found.torn == [lines[1]]
