@@ -15,8 +15,10 @@ import yaml
 from pulsetrain.cli import main
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.metrics import infer_mode
+from pulsetrain.sweep.population import lineage_of
 from pulsetrain.sweep.results import SweepResults, Trial, read_results
-from pulsetrain.sweep.spec import Spec, read_spec
+from pulsetrain.sweep.spec import Spec, read_saved, read_spec
 
 __all__ = ["run"]
 
@@ -33,6 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _replay(spec)
     from pulsetrain.sweep.coordinator import run_sweep
 
+    for metric, mode in spec.directions.items():
+        if infer_mode(metric) not in (None, mode):
+            other = "smaller" if mode == "max" else "larger"
+            print(f"pulsetrain: note: mode={mode} for {metric}, of which {other} values are usually better",
+                  file=sys.stderr)  # fmt: skip
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         results = run_sweep(
@@ -43,31 +50,41 @@ def run(arguments: argparse.Namespace) -> int:
         return STOPPED
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    others_train = any(trial.state == "running" for trial in results.trials)  # workers, or another machine
+    is_last = results.best is not None and not (others_train and arguments.worker is not None)
+    written = _written(spec, results) if is_last else {}  # before the output, whose reader may have left
     with until_closed():
         print(_table(results))
-    if arguments.worker is not None and any(trial.state == "running" for trial in results.trials):
-        print("\nother workers train the rest; the last one writes the results", file=sys.stderr)
-        return OK
-    if results.best is None:
-        print("pulsetrain: error: no trial has completed; the table has the errors", file=sys.stderr)
-        return FAILED
+        if others_train:
+            print("\nother processes train the rest; the last one writes the results", file=sys.stderr)
+        elif results.best is None:
+            print("pulsetrain: error: no trial has completed; the table has the errors", file=sys.stderr)
+        if written:
+            print("\n" + "\n".join(f"{name:14} {text}" for name, text in written.items()))
+    return FAILED if results.best is None and not others_train else OK
+
+
+def _written(spec: Spec, results: SweepResults) -> dict[str, object]:
+    """Write the configuration of the best trial, or of each on the Pareto front, and the page."""
     from pulsetrain.sweep.pictures import write_pictures
     from pulsetrain.sweep.study import front_of, open_study
 
+    folder = Path(spec.folder)
+    spec = replace(spec, study=read_saved(folder).study)  # the folder may have been renamed since the sweep began
+    said: dict[str, object] = {}
     if len(spec.metric) > 1:  # none of the front is better than the others
         front = front_of(open_study(spec, create=False))
         for trial in results.trials:
             if trial.number in front:
-                _write_config(spec, trial, Path(spec.folder) / "front" / f"{trial.number:04d}.yaml")
-        print(f"\nPareto front   trials {', '.join(map(str, front))}")
-        print(f"configurations {Path(spec.folder) / 'front'}")
-    else:
-        _write_config(spec, results.best, Path(spec.folder) / "best.yaml")
-        print(f"\nbest trial     {results.best.number}: {results.best.folder}")
-        print(f"configuration  {Path(spec.folder) / 'best.yaml'}")
-    write_pictures(spec)
-    print(f"pictures       {Path(spec.folder) / 'sweep.html'}")
-    return OK
+                _write_config(spec, trial, folder / "front" / f"{trial.number:04d}.yaml")
+        said |= {"Pareto front": f"trials {', '.join(map(str, front))}", "configurations": folder / "front"}
+    elif (best := results.best) is not None:
+        _write_config(spec, best, folder / "best.yaml")
+        said |= {"best trial": f"{best.number}: {best.folder}"}
+        if spec.sampler == "population":
+            said |= {"lineage": " -> ".join(map(str, lineage_of(best.folder)))}
+        said |= {"configuration": folder / "best.yaml"}
+    return {**said, "pictures": write_pictures(spec)}
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -75,13 +92,8 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> Spec:
-    spec = read_spec(arguments.sweep)
-    for name in ("trials", "workers"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigurationError(f"--{name} {value}: needs a whole number of at least 1")
     given = {name: getattr(arguments, name) for name in ("trials", "workers", "folder")}
-    return replace(spec, **{name: value for name, value in given.items() if value is not None})
+    return read_spec(arguments.sweep, {name: value for name, value in given.items() if value is not None})
 
 
 def _replay(spec: Spec) -> int:
@@ -148,7 +160,9 @@ def _write_config(spec: Spec, trial: Trial, path: Path) -> None:
     config = read_config(Path(spec.config), settings_of(spec, trial.params))
     name = path.stem if path.parent == Path(spec.folder) else f"trial-{trial.number}"
     values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
-    text = f"# trial {trial.number} of {spec.folder}: {values}\n"
-    text += yaml.safe_dump({**redacted(config), "run": f"runs/{name}-{{n}}"}, sort_keys=False, allow_unicode=True)
+    text = f"# trial {trial.number} of {spec.folder}: {values} at its {spec.value} validation\n"
+    if spec.sampler == "population":
+        text += "# the last settings of its lineage; the run folders of the lineage have those before\n"
     path.parent.mkdir(exist_ok=True)
+    text += yaml.safe_dump({**redacted(config), "run": f"runs/{name}-{{n}}"}, sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")

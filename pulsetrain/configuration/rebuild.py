@@ -46,7 +46,8 @@ def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) 
 def base_of(folder: Path) -> Path:
     """The folder in which class paths are looked up first: where the run was started, or the configuration's own."""
     base = read_run_file(folder).get("base")
-    if base is None and (sweep := folder / "sweep.yaml").is_file():  # whose best.yaml is asked about
+    sweep = (folder.parent if folder.name == "front" else folder) / "sweep.yaml"
+    if base is None and sweep.is_file():  # whose best.yaml, or front/0000.yaml, is asked about
         saved = load_yaml(sweep.read_text(encoding="utf-8"))
         config = saved.get("config") if isinstance(saved, dict) else None
         base = str(base_of(Path(config).parent)) if isinstance(config, str) and Path(config).is_absolute() else None

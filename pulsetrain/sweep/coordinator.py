@@ -13,19 +13,20 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError, RunFolderError
 from pulsetrain.engine.file_lock import lock
-from pulsetrain.sweep.population import parent_of, place_of
+from pulsetrain.sweep.population import has_completed, parent_of, place_of
 from pulsetrain.sweep.reporting import PRUNED
 from pulsetrain.sweep.results import SweepResults, Trial, results_of
 from pulsetrain.sweep.spec import STORAGE, Spec, differing, read_saved, write_saved
-from pulsetrain.sweep.study import draw, open_study, set_sampler
+from pulsetrain.sweep.study import draw, drawing_alone, open_study, set_sampler, storage_errors
 from pulsetrain.sweep.trials import (
     Job,
     check_metrics,
@@ -75,8 +76,8 @@ def run_sweep(
     """
     check_settings(spec)
     folder = Path(spec.folder)
-    with _owned(folder, worker):
-        _claim(spec, folder)
+    with _owned(folder, worker), storage_errors(spec):
+        spec = _claim(spec, folder)
         return _Coordinator(spec, main, ended, worker).run()
 
 
@@ -105,17 +106,20 @@ def _owned(folder: Path, worker: str | None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _claim(spec: Spec, folder: Path) -> None:
+def _claim(spec: Spec, folder: Path) -> Spec:
     if (folder / "sweep.yaml").exists():
         if spec.storage is not None:
             os.environ[STORAGE] = spec.storage
-        changed = differing(read_saved(folder), spec)
+        saved = read_saved(folder)
+        changed = differing(saved, spec)
         if changed:
             raise ConfigurationError(
                 f"{folder}: holds a sweep with other values of {', '.join(changed)}; of a sweep that has begun, only "
                 "trials and workers may change; choose another folder"
             )
+        spec = replace(spec, study=saved.study)
     write_saved(spec)
+    return spec
 
 
 class _Coordinator:
@@ -124,7 +128,6 @@ class _Coordinator:
     ) -> None:
         self.spec, self._main, self._ended, self._worker = spec, main, ended, worker
         self._active: dict[int, _Active] = {}  # by sentinel
-        self._has_metrics = False  # whether a trial is known to report what the sweep judges by
         self._owner = f"{socket.gethostname()}:{Path(spec.folder).resolve()}"
         if worker is not None:
             self._owner = owner_name(worker)
@@ -137,6 +140,8 @@ class _Coordinator:
         self._context.set_forkserver_preload(["pulsetrain.cli.train"])
         with self._alone():  # several workers would make its tables at once
             self.study = open_study(spec)
+        # whether a trial is known to report what the sweep judges by
+        self._has_metrics = any(map(has_completed, self._trials()))
 
     def run(self) -> SweepResults:
         try:
@@ -189,7 +194,11 @@ class _Coordinator:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other worker draws a trial."""
+        """While no other process draws a trial."""
+        if self.spec.storage is not None:
+            with drawing_alone(self.spec):
+                yield
+            return
         if self._worker is None:
             yield
             return
@@ -214,8 +223,10 @@ class _Coordinator:
             return False
         if self.spec.sampler != "population":
             return True
-        first = place_of(self.spec, len(trials))[0] * self.spec.population  # the generation before has to end
-        return all(each.state.is_finished() for each in trials if each.number < first)
+        first = place_of(self.spec, len(trials))[0] * self.spec.population
+        before = [each for each in trials if first - self.spec.population <= each.number < first]
+        # the generation before has to end, with a member to fork
+        return all(each.state.is_finished() for each in before) and (not before or any(map(has_completed, before)))
 
     def _start(self, frozen: Any | None, deaths: int = 0) -> None:
         """Start the process of a new trial, or of one that a killed process has left."""
@@ -231,6 +242,10 @@ class _Coordinator:
 
     def _job(self, number: int, params: dict[str, Any]) -> Job:
         spec, folder = self.spec, trial_folder(self.spec, number)
+        if read_config(Path(spec.config), {}) != spec.base:
+            raise ConfigurationError(
+                f"{spec.config}: has changed since the sweep began; put it back, or choose another folder"
+            )
         until, fork, config = None, [], spec.config
         if spec.sampler == "population":
             until = (place_of(spec, number)[0] + 1) * int(spec.interval or 1)
@@ -263,15 +278,16 @@ class _Coordinator:
             try:
                 outcome = outcome_of(self.spec, folder)
                 values, pruned = outcome.values, outcome.reason.startswith(PRUNED)
-            except MetricNotFoundError as missing:
-                self._tell(trial, (), str(missing))
-                raise
             except PulsetrainError as unread:
                 error = str(unread)
+                if isinstance(unread, MetricNotFoundError) and not self._has_metrics:
+                    self._tell(trial, (), error)
+                    raise
             if any(math.isnan(value) for value in values):
                 error = f"{' or '.join(self.spec.metric)} is NaN"
         else:
             error = error_in(folder)
+        self._has_metrics |= bool(values)
         self._tell(trial, values, error, pruned)
 
     def _tell(self, trial: Any, values: tuple[float, ...], error: str, pruned: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -20,6 +21,7 @@ __all__ = ["write_pictures"]
 
 _INK, _BLUE, _ORANGE = "#1f2937", "#2563eb", "#ea580c"
 _CHART = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+_CELLS = "td:not(:last-child) { overflow-wrap: normal; }"  # numbers in one line; the error may be long
 _ENOUGH = 4  # completed trials, from which on an importance is estimated
 
 
@@ -39,7 +41,7 @@ def write_pictures(spec: Spec) -> Path:
         names = [name for name in spec.space if any(name in each.params for each in completed)]
         parts += [(f"{metric} over {name}", _slice(plotly, completed, spec, name, metric)) for name in names]
         if len(names) > 1:
-            parts.append((f"Settings and {metric}", _parallel(plotly, completed, names, metric)))
+            parts.append((f"Settings and {metric}", _parallel(plotly, completed, spec, names, metric)))
             if len({each.values[metric] for each in completed}) > 1 and len(completed) >= _ENOUGH:
                 parts.append((f"Importance of the settings for {metric}", _importance(plotly, study, index)))
     front = front_of(study)
@@ -68,33 +70,54 @@ def _history(plotly: Any, completed: Sequence[Trial], results: SweepResults, met
     best = list(accumulate(values, better))
     points = plotly.Scatter(x=numbers, y=values, mode="markers", name="trial", marker={"size": 8, "color": _BLUE})
     line = plotly.Scatter(x=numbers, y=best, mode="lines", name="best so far", line={"shape": "hv", "color": _ORANGE})
-    return _layout(plotly.Figure([points, line]), "trial", metric)
+    return _layout(plotly.Figure([points, line]), "trial", metric).update_xaxes(dtick=_step(completed))
+
+
+def _step(completed: Sequence[Trial]) -> int:
+    """Between two ticks of an axis of trials, which has whole numbers."""
+    return max(1, max((each.number for each in completed), default=0) // 8)
 
 
 def _slice(plotly: Any, completed: Sequence[Trial], spec: Spec, name: str, metric: str) -> Any:
     having = [each for each in completed if name in each.params]
     values = spec.space[name]
-    is_log = isinstance(values, Range) and values.log
     x = [each.params[name] if isinstance(values, Range) else str(each.params[name]) for each in having]
     marker = {
         "size": 9, "color": [each.number for each in having], "colorscale": "Viridis", "showscale": True,
-        "colorbar": {"title": "trial", "thickness": 12},
+        "colorbar": {"title": "trial", "thickness": 12, "dtick": _step(completed)},
     }  # fmt: skip
     points = plotly.Scatter(x=x, y=[each.values[metric] for each in having], mode="markers", marker=marker)
-    figure = _layout(plotly.Figure([points]), name, metric, xaxis_type="log" if is_log else None)
+    figure = _layout(plotly.Figure([points]), name, metric, xaxis_type="log" if _is_log(spec, name) else None)
     return figure.update_xaxes(exponentformat="power")
 
 
-def _parallel(plotly: Any, completed: Sequence[Trial], names: Sequence[str], metric: str) -> Any:
+def _parallel(plotly: Any, completed: Sequence[Trial], spec: Spec, names: Sequence[str], metric: str) -> Any:
     values = [each.values[metric] for each in completed]
-    dimensions = [_dimension(name, [each.params.get(name) for each in completed]) for name in names]
+    dimensions = [
+        _dimension(name, [each.params.get(name) for each in completed], _is_log(spec, name)) for name in names
+    ]
     line = {"color": values, "colorscale": "Viridis", "showscale": True, "colorbar": {"title": metric}}
     drawn = plotly.Parcoords(line=line, dimensions=[*dimensions, {"label": metric, "values": values}])
     return _layout(plotly.Figure([drawn]), "", "").update_layout(margin={"l": 90, "r": 60, "t": 50, "b": 30})
 
 
-def _dimension(name: str, values: list[Any]) -> dict[str, Any]:
+def _is_log(spec: Spec, name: str) -> bool:
+    values = spec.space[name]
+    return isinstance(values, Range) and values.log
+
+
+def _dimension(name: str, values: list[Any], is_log: bool) -> dict[str, Any]:
     """An axis; values that are not numbers are numbered in the order in which they come."""
+    if is_log and None not in values:
+        exponents = [math.log10(each) for each in values]
+        low, high = min(exponents), max(exponents)
+        ticks = [low + (high - low) * index / 4 for index in range(5)]
+        return {
+            "label": name,
+            "values": exponents,
+            "tickvals": ticks,
+            "ticktext": [f"{10**each:.2g}" for each in ticks],
+        }
     if all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
         return {"label": name, "values": values}
     texts = list(dict.fromkeys(map(str, values)))
@@ -133,7 +156,7 @@ def _page(results: SweepResults, front: Sequence[int], sections: str) -> str:
         hint = f"Pareto front: trials {', '.join(map(str, front))}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>sweep {name}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body><main><header><h1>{name}</h1><small>{hint}</small></header>\n"
+        f"<style>{STYLE}{_CELLS}</style></head>\n<body><main><header><h1>{name}</h1><small>{hint}</small></header>\n"
         f"{sections}\n{_table(results)}\n</main></body></html>\n"
     )
 

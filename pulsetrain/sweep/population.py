@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.sweep.spec import Range, Spec
 
-__all__ = ["parent_of", "place_of", "values_of"]
+__all__ = ["has_completed", "lineage_of", "parent_of", "place_of", "values_of"]
 
 FACTORS = (0.8, 1.25)  # by which a setting is perturbed
 
@@ -24,13 +26,18 @@ def place_of(spec: Spec, number: int) -> tuple[int, int]:
     return divmod(number, spec.population)
 
 
+def has_completed(trial: Any) -> bool:
+    """Whether one of Optuna's trials has a value."""
+    return trial.state.name == "COMPLETE" and not math.isnan(trial.values[0])
+
+
 def parent_of(spec: Spec, number: int, trials: Sequence[Any]) -> int | None:
     """The trial that this one is forked from; None in the first generation.
 
     Args:
         spec: the sweep.
         number: of the trial.
-        trials: Optuna's; the generation before has ended.
+        trials: Optuna's; the generation before has ended, and one of its members has completed.
     """
     generation, member = place_of(spec, number)
     if generation == 0:
@@ -38,18 +45,26 @@ def parent_of(spec: Spec, number: int, trials: Sequence[Any]) -> int | None:
     first = (generation - 1) * spec.population
     sign = 1 if spec.mode[0] == "min" else -1
 
-    def rank(each: int) -> tuple[float, int]:
-        found = next((trial for trial in trials if trial.number == each), None)
-        values = found.values if found is not None and found.state.name == "COMPLETE" else None
-        return (sign * values[0] if values and not math.isnan(values[0]) else math.inf, each)
-
-    ranked = sorted(range(first, first + spec.population), key=rank)
+    completed = {each.number: each for each in trials if each.number >= first and has_completed(each)}
+    last = math.inf
+    ranks = {
+        each: sign * completed[each].values[0] if each in completed else last
+        for each in range(first, first + spec.population)
+    }
+    ranked = sorted(ranks, key=lambda each: (ranks[each], each))
     quarter = max(1, spec.population // 4)
     own = first + member
-    failed = rank(own)[0] == math.inf
-    if own in ranked[-quarter:] or failed:
-        return random.Random(f"{spec.seed} {number} parent").choice(ranked[:quarter])
+    if own in ranked[-quarter:] or own not in completed:
+        best = [each for each in ranked[:quarter] if each in completed]
+        return random.Random(f"{spec.seed} {number} parent").choice(best)
     return own
+
+
+def lineage_of(folder: Path) -> list[int]:
+    """The numbers of the trials that a trial descends from, the first generation's first, and its own."""
+    parent = read_run_file(folder).get("parent")
+    before = lineage_of(folder.parent / Path(str(parent["run"])).name) if isinstance(parent, dict) else []
+    return [*before, int(folder.name)]
 
 
 def values_of(spec: Spec, number: int, trials: Sequence[Any]) -> dict[str, Any]:

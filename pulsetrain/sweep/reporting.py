@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optional import load_optional
+from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.best_value import judged_name, subscribe_judge
 from pulsetrain.sweep.spec import read_saved
@@ -35,7 +37,8 @@ class SweepTrial(Handler):
             lineage; None: as its configuration says.
 
     Raises:
-        ConfigurationError: a value out of range, or the folder is not a sweep's.
+        ConfigurationError: a value out of range, or the folder is not a sweep's; when the run starts: it is too short
+            for the generations of the population.
     """
 
     trial: int
@@ -69,6 +72,12 @@ class SweepTrial(Handler):
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration > 0 and self.reason:  # killed after the decision, before the run could end
             engine.terminate(reason=self.reason, alike=True)
+        needed, total = self.spec.generations * (self.spec.interval or 0), total_iterations_of(engine)
+        if self.until is not None and total is not None and total < needed:
+            raise ConfigurationError(
+                f"SweepTrial(until={self.until}): the run ends after {total} iterations, and the population needs "
+                f"generations x interval = {needed}; raise training.max_epochs, or lower interval or generations"
+            )
 
     def _report(self, engine: Engine, event: Event) -> None:
         name = judged_name("SweepTrial", self.metric, engine, event)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.sweep.workers import folder_of
 
 __all__ = ["SweepResults", "Trial", "read_results"]
 
@@ -89,9 +90,17 @@ def results_of(folder: Path, directions: Mapping[str, str], trials: list[Any]) -
             _STATES[each.state.name],
             dict(each.params),
             dict(zip(directions, each.values, strict=True)) if each.state.name == "COMPLETE" else {},
-            folder / "trials" / f"{each.number:04d}",
+            _folder_of(each, folder),
             str(each.user_attrs.get("error", "")),
         )
         for each in trials
     ]
     return SweepResults(folder, tuple(sorted(found, key=lambda each: each.number)), dict(directions))
+
+
+def _folder_of(trial: Any, folder: Path) -> Path:
+    """Where a trial runs: in the sweep's folder, or in that of another sweep with the same study on a server."""
+    name = f"{trial.number:04d}"
+    other = folder_of(trial.user_attrs.get("owner"))
+    own = folder / "trials" / name
+    return own if other is None or own.exists() else other / "trials" / name

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.handlers.run_files.redaction import redacted
 
-__all__ = ["ENTRIES", "SAMPLERS", "Range", "Spec", "differing", "read_saved", "read_spec", "write_saved"]
+__all__ = [
+    "ENTRIES", "SAMPLERS", "Range", "Spec", "described", "differing", "read_saved", "read_spec", "write_saved",
+]  # fmt: skip
 
 SAMPLERS = ("grid", "random", "tpe", "cmaes", "nsga2", "population")
 PRUNERS = ("none", "median", "asha", "hyperband")
@@ -127,13 +129,17 @@ class Spec:
 ENTRIES = tuple(each.name for each in fields(Spec) if each.name not in ("base", "sampler_options", "pruner_options"))
 
 
-def read_spec(path: Path) -> Spec:
+def read_spec(path: Path, overrides: Mapping[str, Any] | None = None) -> Spec:
     """Read and check a SWEEP.yaml. `config` is found beside it; `folder` and `replay` in the current folder.
+
+    Args:
+        path: the file.
+        overrides: entries that replace the file's.
 
     Raises:
         ConfigurationError: the file cannot be read, or an entry cannot be used; the message names it.
     """
-    given = _read(path)
+    given = {**_read(path), **(overrides or {})}
     for name in given:
         if name not in ENTRIES:
             raise unknown(f"{path}: {name}", "entry", name, ENTRIES)
@@ -165,6 +171,11 @@ def read_spec(path: Path) -> Spec:
     replay = [replay] if isinstance(replay, str) else replay
     if not isinstance(replay, list) or not all(isinstance(each, str) for each in replay):
         raise ConfigurationError(f"{path}: replay={replay!r}: needs a run folder, or a list of them")
+    if sampler == "population":
+        if "trials" in numbers:
+            raise ConfigurationError(f"{path}: trials: a population trains population x generations runs; leave it out")
+    elif own := [name for name in ("population", "interval", "generations") if name in numbers]:
+        raise ConfigurationError(f"{path}: {own[0]}: is for the sampler population, not {sampler}; leave it out")
     spec = Spec(
         str(config.resolve()), str(given.get("folder") or f"sweeps/{path.stem}"), space, metric, mode, sampler,
         sampler_options, pruner, pruner_options, **numbers, seed=seed, value=value,
@@ -177,6 +188,10 @@ def read_spec(path: Path) -> Spec:
 
 
 def _check_together(path: Path, spec: Spec) -> None:
+    if (name := next((each for each in spec.space if each.partition(".")[0] == "run"), None)) is not None:
+        raise ConfigurationError(
+            f"{path}: space.{name}: the sweep gives each trial its run folder; vary other settings"
+        )
     ranges = [name for name, values in spec.space.items() if isinstance(values, Range)]
     if spec.sampler == "grid" and ranges:
         raise ConfigurationError(
@@ -232,11 +247,10 @@ def _space(path: Path, given: object) -> dict[str, Range | tuple[Any, ...]]:
 
 def _values(place: str, given: object) -> Range | tuple[Any, ...]:
     if isinstance(given, list):
-        texts = [json.dumps(each, default=str) for each in given]
-        if not given or len(set(texts)) < len(texts):
-            raise ConfigurationError(f"{place}={given!r}: needs at least one value, each once")
         if not all(isinstance(each, str | int | float | bool | None) for each in given):
             raise ConfigurationError(f"{place}={given!r}: the values have to be numbers, texts, true, false or null")
+        if not given or len(set(given)) < len(given):  # equal are also 1 and 1.0, and 1 and true
+            raise ConfigurationError(f"{place}={given!r}: needs at least one value, each once")
         return tuple(given)
     if not isinstance(given, dict) or not {"low", "high"} <= given.keys():
         raise ConfigurationError(f"{place}={given!r}: needs a list of values, or low and high: {{low: 1e-4, high: 1}}")
@@ -356,10 +370,19 @@ def read_saved(folder: Path) -> Spec:
     return Spec(**{**given, "storage": os.environ[STORAGE]})
 
 
+def described(spec: Spec) -> dict[str, Any]:
+    """The entries that may not change once a sweep has begun, without credentials."""
+    values: dict[str, Any] = json.loads(json.dumps(redacted(asdict(spec))))
+    return {name: value for name, value in values.items() if name not in (*CHANGEABLE, "folder", "storage", "replay")}
+
+
 def differing(saved: Spec, now: Spec) -> list[str]:
-    """The entries in which a sweep that has begun differs from its file, except those that may change."""
-    before, after = (json.loads(json.dumps(redacted(asdict(each)))) for each in (saved, now))
-    return [
-        name for name in before
-        if before[name] != after[name] and name not in (*CHANGEABLE, "folder", "storage", "replay")
-    ]  # fmt: skip
+    """The entries in which a sweep that has begun differs from its file, except those that may change.
+
+    A study in the folder's own SQLite file keeps its name when the folder is renamed.
+    """
+    if saved.storage is None and now.storage is None:
+        now = replace(now, study=saved.study)
+    before, after = described(saved), described(now)
+    changed = [name for name in before if before[name] != after[name]]
+    return [*changed, "storage"] if (saved.storage is None) != (now.storage is None) else changed

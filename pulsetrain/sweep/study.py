@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,9 +13,11 @@ from urllib.parse import quote
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.sweep.population import values_of
-from pulsetrain.sweep.spec import Spec
+from pulsetrain.sweep.spec import Spec, described
 
-__all__ = ["draw", "front_of", "open_study", "set_sampler"]
+__all__ = ["draw", "drawing_alone", "front_of", "open_study", "set_sampler", "storage_errors"]
+
+_SWEEP = "sweep"  # what a study on a server notes: the entries that its trials depend on
 
 
 def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> Any:
@@ -30,11 +34,11 @@ def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> A
     optuna = load_optional("sweep", "optuna", "sweep")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     file = Path(spec.folder).resolve() / "sweep.sqlite"
-    url = f"sqlite:///{file}"
-    if read_only:
-        if spec.storage is None and not file.is_file():
-            raise ConfigurationError(f"{spec.folder}: has no sweep.sqlite; it has not begun, or was not copied whole")
-        url = f"sqlite:///file:{quote(str(file))}?mode=ro&uri=true"
+    has_begun = read_only or (Path(spec.folder) / "trials").exists()
+    if spec.storage is None and has_begun and not file.is_file():
+        raise ConfigurationError(f"{spec.folder}: has no sweep.sqlite; the sweep has not begun, or the file was lost")
+    path = quote(quote(str(file)))  # SQLAlchemy decodes it once, and SQLite again
+    url = f"sqlite:///file:{path}?mode={'ro' if read_only else 'rwc'}&uri=true"
     options: dict[str, Any] = {"connect_args": {"timeout": 60}}
     if spec.storage is not None:
         load_optional("sweep: a PostgreSQL storage", "psycopg", "postgresql")
@@ -42,22 +46,72 @@ def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> A
         # a connection ends with its transaction: none is left open when the study is dropped
         options = {"poolclass": load_optional("sweep", "sqlalchemy.pool", "sweep").NullPool}
     sampler, pruner = _sampler(optuna, spec, 0), _pruner(optuna, spec)
-    try:
-        storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
-        if create:
-            directions = ["minimize" if mode == "min" else "maximize" for mode in spec.mode]
-            return optuna.create_study(
-                study_name=spec.study, storage=storage, sampler=sampler, pruner=pruner, directions=directions,
-                load_if_exists=True,
-            )  # fmt: skip
-        return optuna.load_study(study_name=spec.study, storage=storage, sampler=sampler, pruner=pruner)
-    except KeyError as error:
-        raise ConfigurationError(f"{spec.folder}: its storage has no study {spec.study!r}") from error
-    except Exception as error:  # of the database driver, whose text may hold the URL
-        where = "sweep.sqlite" if spec.storage is None else "the PostgreSQL server"
+    with storage_errors(spec):
+        try:
+            storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
+        except RuntimeError as error:  # made by another version of Optuna, or of its tables
+            raise ConfigurationError(f"{spec.folder}: the storage does not fit the installed Optuna: {error}") from None
+        if not create:
+            try:
+                return optuna.load_study(study_name=spec.study, storage=storage, sampler=sampler, pruner=pruner)
+            except KeyError as error:
+                raise ConfigurationError(f"{spec.folder}: its storage has no study {spec.study!r}") from error
+        directions = ["minimize" if mode == "min" else "maximize" for mode in spec.mode]
+        study = optuna.create_study(
+            study_name=spec.study, storage=storage, sampler=sampler, pruner=pruner, directions=directions,
+            load_if_exists=True,
+        )  # fmt: skip
+        if spec.storage is not None:
+            _check_sweep(study, spec)
+        return study
+
+
+def _check_sweep(study: Any, spec: Spec) -> None:
+    """Refuse a study of another sweep, which had the same name; a population's members are all in one folder."""
+    now = described(spec)
+    del now["config"]
+    if spec.sampler == "population":
+        now["folder"] = str(Path(spec.folder).resolve())
+    noted = study.user_attrs.get(_SWEEP)
+    if noted is None:
+        study.set_user_attr(_SWEEP, now)
+    elif changed := [name for name in now if noted.get(name) != now[name]]:
         raise ConfigurationError(
-            f"{spec.folder}: {where} cannot be opened ({type(error).__name__}); check the storage and its user"
+            f"study: the server has the study {spec.study!r} of a sweep with other values of {', '.join(changed)}; "
+            "choose another name in the entry study"
+        )
+
+
+@contextmanager
+def storage_errors(spec: Spec) -> Iterator[None]:
+    """Turn the errors of the storage into one that says which storage it is.
+
+    Raises:
+        ConfigurationError: the storage cannot be read or written.
+    """
+    try:
+        yield
+    except Exception as error:
+        by = type(error).__module__.partition(".")[0]
+        if by not in ("sqlalchemy", "psycopg") and type(error).__name__ != "StorageInternalError":
+            raise
+        cause = error.__cause__ or error
+        where, text = "sweep.sqlite", str(getattr(cause, "orig", cause)).partition("\n")[0]
+        if spec.storage is not None:
+            where, text = "the PostgreSQL server", type(error).__name__  # the driver's text may hold the URL
+        raise ConfigurationError(
+            f"{spec.folder}: {where} cannot be read or written: {text}; put that right and give the same command again"
         ) from None
+
+
+@contextmanager
+def drawing_alone(spec: Spec) -> Iterator[None]:
+    """While no other process draws a trial of the study on the server."""
+    psycopg = load_optional("sweep: a PostgreSQL storage", "psycopg", "postgresql")
+    url = str(spec.storage).replace("postgresql+psycopg://", "postgresql://", 1)
+    with psycopg.connect(url, autocommit=True) as connection:  # the lock ends with the connection
+        connection.execute("SELECT pg_advisory_lock(%s)", (zlib.crc32(spec.study.encode()),))
+        yield
 
 
 def front_of(study: Any) -> list[int]:

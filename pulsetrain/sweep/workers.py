@@ -16,7 +16,7 @@ from pathlib import Path
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.file_lock import lock
 
-__all__ = ["has_ended", "owned_by", "owner_name"]
+__all__ = ["folder_of", "has_ended", "owned_by", "owner_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 _PREFIX = "worker:"
@@ -59,13 +59,19 @@ def owned_by(folder: Path, worker: str) -> Iterator[None]:
 
 def has_ended(folder: Path, owner: object) -> bool:
     """Whether a trial's owner is a worker that is not there any more; False where that is not known."""
-    if not isinstance(owner, str) or not owner.startswith(_PREFIX):
+    if not isinstance(owner, str) or folder_of(owner) is not None:
         return False
     descriptor = os.open(_file(folder, owner.removeprefix(_PREFIX)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         return lock(descriptor, shared=True) is True
     finally:
         os.close(descriptor)
+
+
+def folder_of(owner: object) -> Path | None:
+    """The sweep's folder, of a trial's owner that is a host with a folder; None if it is a worker, or not known."""
+    folder = owner.partition(":")[2] if isinstance(owner, str) else ""
+    return Path(folder) if folder.startswith("/") else None
 
 
 def _file(folder: Path, worker: str) -> Path:

@@ -1,6 +1,7 @@
 """Kills sweeps and starts them again: they end with the trials and the results of a sweep that was never killed.
 
     python -m tests.faults.sweeps --trials 64 --kills 20 --seed 0
+    python -m tests.faults.sweeps --sampler population --trials 24 --kills 10
 
 At random moments either the whole process group is killed (SIGKILL), the coordinator alone, or one process of a trial.
 Compared bit for bit: the trials' settings, states and values, and of each run its deterministic events, its metrics and
@@ -48,10 +49,20 @@ handlers: [{class_path: Checkpointer, init_args: {every: {iterations: 7}}}, Even
 """
 
 
-def write_sweep(folder: Path, trials: int, workers: int = 2) -> None:
-    """The files of a sweep over a grid of so many combinations."""
+def write_sweep(folder: Path, trials: int, workers: int = 2, sampler: str = "grid") -> None:
+    """The files of a sweep over a grid of so many combinations, or of a population of six."""
     (folder / "tiny.py").write_text(MODEL)
     (folder / "base.yaml").write_text(CONFIG)
+    if sampler == "population":
+        generations = trials // 6
+        (folder / "base.yaml").write_text(CONFIG.replace("max_epochs: 6", f"max_epochs: {2 * generations}"))
+        population = {
+            "config": "base.yaml", "sampler": sampler, "metric": "val/loss", "workers": workers, "population": 6,
+            "generations": generations, "interval": 20,
+            "space": {"training.learning_rate": {"low": 1e-3, "high": 1e-1, "log": True}},
+        }  # fmt: skip
+        (folder / "sweep.yaml").write_text(json.dumps(population))
+        return
     rates = [round(0.001 * (1 + index), 6) for index in range(trials // 2)]
     sweep = {
         "config": "base.yaml", "sampler": "grid", "metric": "val/loss", "workers": workers,
@@ -115,10 +126,10 @@ def outcome(folder: Path) -> dict[str, Any]:
     return found
 
 
-def run(trials: int, kills: int, seed: int, folder: Path) -> dict[str, Any]:
+def run(trials: int, kills: int, seed: int, folder: Path, sampler: str = "grid") -> dict[str, Any]:
     """A sweep that is not killed, and one that is; what was done, and the differences."""
     draw, begun = random.Random(seed), time.perf_counter()
-    write_sweep(folder, trials)
+    write_sweep(folder, trials, sampler=sampler)
     assert start(folder, "whole").wait() == 0, (folder / "whole.txt").read_text()
     seconds = time.perf_counter() - begun
     done = {"group": 0, "coordinator": 0, "other": 0}
@@ -151,9 +162,12 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=64)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sampler", choices=("grid", "population"), default="grid")
     arguments = parser.parse_args()
+    if arguments.sampler == "population" and arguments.trials % 6:
+        parser.error("--trials: a population has six members; give a multiple")
     with tempfile.TemporaryDirectory() as folder:
-        done = run(arguments.trials, arguments.kills, arguments.seed, Path(folder))
+        done = run(arguments.trials, arguments.kills, arguments.seed, Path(folder), arguments.sampler)
     print(json.dumps(done))
     return (
         bool(done["differences"]) or done["trials"] != arguments.trials or sum(done["kills"].values()) < arguments.kills

@@ -32,9 +32,11 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def pulsetrain(*words: str) -> subprocess.CompletedProcess[str]:
+def pulsetrain(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "pulsetrain", *words], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "pulsetrain", *words], env=environment, capture_output=True, text=True, cwd=folder
+    )
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -87,9 +89,11 @@ def test_a_sweep_by_several_metrics_names_the_front_and_writes_its_configuration
     assert f"Pareto front   trials {', '.join(str(each.number) for each in front)}\n" in done.stdout
     assert sorted(Path("out/front").iterdir()) == sorted(Path(f"out/front/{each.number:04d}.yaml") for each in front)
     assert not Path("out/best.yaml").exists()
-    trained = pulsetrain("train", f"out/front/{front[0].number:04d}.yaml", "--run", "again")
+    best = base / "out" / "front" / f"{front[0].number:04d}.yaml"
+    (base / "elsewhere").mkdir()  # the model is found beside the configuration that the sweep has varied
+    trained = pulsetrain("train", str(best), "--run", "again", folder=base / "elsewhere")
     assert trained.returncode == 0, trained.stderr
-    assert losses(Path("again")) == losses(front[0].folder)
+    assert losses(base / "elsewhere" / "again") == losses(front[0].folder)
 
 
 @pytest.mark.slow
@@ -137,6 +141,64 @@ def test_a_metric_that_the_runs_lack_ends_the_sweep_and_names_theirs(base: Path)
     assert done.returncode == 2
     assert "val/accuracy" in done.stderr
     assert "val/loss" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_configuration_that_changes_while_the_sweep_runs_stops_it(base: Path) -> None:
+    change = "    base = __import__('pathlib').Path(__file__).parent / 'base.yaml'\n"
+    change += "    base.write_text(base.read_text().replace('seed: 3', 'seed: 4'))\n"
+    head = "def net(width: int = 4):\n"
+    (base / "tiny.py").write_text(MODEL.replace(head, head + change))
+    done = pulsetrain("sweep", "s.yaml")  # the first trial changes it
+    assert done.returncode == 2
+    assert "base.yaml: has changed since the sweep began" in done.stderr
+    assert read_results(Path("out")).trials[0].state == "completed"
+
+
+@pytest.mark.slow
+def test_the_reader_of_the_output_may_leave(base: Path) -> None:
+    words = [sys.executable, "-m", "pulsetrain", "sweep", "s.yaml", "--trials", "1"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert done.returncode == 0, done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert Path("out/best.yaml").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "interval", "error"),
+    [
+        (CONFIG, 40, "the run ends after 60 iterations, and the population needs generations x interval = 80"),
+        (CONFIG.replace("tiny.net", "tiny.nets"), 20, "no nets"),
+    ],
+)
+def test_a_population_whose_members_all_fail_ends_with_their_errors(
+    base: Path, config: str, interval: int, error: str
+) -> None:
+    (base / "base.yaml").write_text(config)
+    (base / "tiny.py").write_text(MODEL + "\ndef nets(width):\n    raise ValueError('no nets')\n")
+    space = "space: {training.learning_rate: {low: 1e-4, high: 1e-2, log: true}}\n"
+    population = f"sampler: population\npopulation: 4\ngenerations: 2\ninterval: {interval}\nworkers: 2\n"
+    (base / "s.yaml").write_text(f"config: base.yaml\nfolder: out\nmetric: val/loss\n{space}{population}")
+    done = pulsetrain("sweep", "s.yaml")
+    assert done.returncode == 1, done.stderr
+    assert "no trial has completed" in done.stderr
+    trials = read_results(Path("out")).trials
+    assert [each.state for each in trials] == ["failed"] * 4
+    assert all(error in each.error for each in trials)
+
+
+@pytest.mark.slow
+def test_a_population_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> None:
+    done = run(trials=12, kills=4, seed=2, folder=tmp_path, sampler="population")
+    assert sum(done["kills"].values()) >= 2  # the last may come after the end
+    assert done["trials"] == 12
+    assert done["differences"] == []
 
 
 @pytest.mark.slow

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pulsetrain.sweep.population import parent_of, values_of
+from pulsetrain.sweep.population import lineage_of, parent_of, values_of
 from pulsetrain.sweep.spec import Range, Spec
 
 SPEC = Spec(
@@ -35,6 +38,20 @@ def test_larger_values_can_be_better() -> None:
 def test_a_failed_member_is_replaced() -> None:
     trials = [ended(0, None), *FIRST[1:]]
     assert parent_of(SPEC, 4, trials) == 1
+
+
+def test_a_member_that_failed_is_not_forked() -> None:
+    spec = replace(SPEC, population=8)
+    trials = [ended(number, 0.5 if number == 3 else None) for number in range(8)]
+    assert [parent_of(spec, number, trials) for number in range(8, 16)] == [3] * 8
+
+
+def test_the_lineage_is_read_from_the_run_folders(tmp_path: Path) -> None:
+    for name, parent in (("0001", None), ("0006", "0001"), ("0011", "0006")):
+        (tmp_path / name).mkdir()
+        entry = {} if parent is None else {"parent": {"run": f"/where/it/was/trained/{parent}"}}
+        (tmp_path / name / "run.json").write_text(json.dumps(entry))
+    assert lineage_of(tmp_path / "0011") == [1, 6, 11]
 
 
 def test_others_keep_their_settings_and_the_replaced_are_perturbed_within_the_range() -> None:

@@ -70,6 +70,14 @@ def test_one_metric_over_two_settings(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", page)
 
 
+def test_the_axis_of_a_logarithmic_range_is_logarithmic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    spec = spec_of(tmp_path, "val/loss", monkeypatch)
+    add_trials(spec, 8)
+    page = write_pictures(spec).read_text()
+    (axis,) = re.findall(r'{"label":"training.learning_rate",.*?}', page)
+    assert re.search(r'"ticktext":\["0.0001","0.00056","0.0032","0.018","0.1"\]', axis), axis
+
+
 def test_two_metrics_have_a_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(tmp_path, ["val/loss", "val/accuracy"], monkeypatch)
     add_trials(spec, 5)

@@ -62,3 +62,25 @@ def test_the_study_is_on_the_server_and_the_password_in_no_file(
     assert [each.state for each in read_results(Path("out")).trials] == ["completed", "completed"]
     assert not Path("out/sweep.sqlite").exists()
     assert [path for path in Path("out").rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()] == []
+
+
+@pytest.mark.slow
+def test_a_study_of_another_sweep_is_refused_and_two_folders_share_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    entries = "config: base.yaml\nsampler: grid\nmetric: val/loss\nstudy: shared\n"
+    (tmp_path / "s.yaml").write_text(f"{entries}space: {{training.learning_rate: [1e-3, 1e-2, 2e-2]}}\n")
+    (tmp_path / "other.yaml").write_text(f"{entries}space: {{model.init_args.width: [4, 6]}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PULSETRAIN_SWEEP_STORAGE", url)
+    words = [sys.executable, "-m", "pulsetrain", "sweep"]
+    sharing = [subprocess.Popen([*words, "s.yaml", "--folder", name]) for name in ("a", "b")]
+    assert [each.wait(timeout=240) for each in sharing] == [0, 0]
+    trials = read_results(Path("a")).trials
+    assert [each.state for each in trials] == ["completed"] * 3  # none is drawn twice, and none beyond the grid
+    assert all((each.folder / "run.json").exists() for each in trials)
+    refused = subprocess.run([*words, "other.yaml"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "the study 'shared' of a sweep with other values of space" in refused.stderr

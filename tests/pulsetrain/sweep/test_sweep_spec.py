@@ -50,7 +50,8 @@ def written(folder: Path, **entries: str) -> Path:
         ({"mertic": "val/loss"}, "did you mean 'metric'"),
         ({"metric": "val/quality"}, "give min or max"),
         ({"metric": "[val/loss, val/accuracy]", "pruner": "asha"}, "pruners compare one metric"),
-        ({"sampler": "population", "trials": "4"}, "a population needs it"),
+        ({"sampler": "population"}, "a population needs it"),
+        ({"sampler": "population", "interval": "4", "trials": "4"}, "a population trains population x generations"),
         ({"storage": "mysql://me:secret@host/a"}, "storage: mysql is not supported"),
         ({"replay": "3"}, "needs a run folder"),
         ({"replay": "{a: b}"}, "needs a run folder"),
@@ -59,6 +60,10 @@ def written(folder: Path, **entries: str) -> Path:
         ({"config": "5"}, "config=5: needs text"),
         ({"space": "{}"}, "the entry 'space' is empty"),
         ({"space": "{a: [1"}, "not valid YAML"),
+        ({"space": "{training.learning_rate: [1, 1.0]}"}, "each once"),
+        ({"space": "{training.shuffle: [1, true]}"}, "each once"),
+        ({"space": "{run: [a, b]}"}, "space.run: the sweep gives each trial its run folder"),
+        ({"generations": "3"}, "generations: is for the sampler population, not grid"),
     ],
     ids=[
         "log-of-0",
@@ -74,6 +79,7 @@ def written(folder: Path, **entries: str) -> Path:
         "mode",
         "pruner",
         "interval",
+        "trials-of-population",
         "storage",
         "replay-number",
         "replay-mapping",
@@ -82,6 +88,10 @@ def written(folder: Path, **entries: str) -> Path:
         "config",
         "empty-space",
         "yaml",
+        "equal-numbers",
+        "equal-bool",
+        "run-folder",
+        "generations",
     ],
 )
 def test_what_cannot_be_used_is_refused(base: Path, entries: dict[str, str], message: str) -> None:
@@ -89,6 +99,16 @@ def test_what_cannot_be_used_is_refused(base: Path, entries: dict[str, str], mes
         read_spec(written(base, **entries))
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_the_options_of_the_command_are_checked_as_entries_of_the_file(base: Path) -> None:
+    space = "{training.learning_rate: {low: 0.1, high: 1}}"
+    path = written(base, space=space, sampler="tpe")
+    assert read_spec(path, {"trials": 5}).total == 5
+    with pytest.raises(ConfigurationError, match=r"workers=100000: .* use at most"):
+        read_spec(path, {"trials": 5, "workers": 100_000})
+    with pytest.raises(ConfigurationError, match="trials=0: needs a whole number of at least 1"):
+        read_spec(path, {"trials": 0})
 
 
 def with_handlers(folder: Path, *modes: str) -> Path:
@@ -141,6 +161,12 @@ def test_only_trials_and_workers_may_change(base: Path) -> None:
     assert differing(spec, replace(spec, workers=2, trials=1)) == []
     assert differing(spec, replace(spec, seed=2)) == ["seed"]
     assert differing(spec, replace(spec, base={**(spec.base or {}), "data": "tiny.others"})) == ["base"]
+
+
+def test_a_renamed_folder_keeps_its_study_and_a_sweep_its_kind_of_storage(base: Path) -> None:
+    spec = read_spec(written(base))
+    assert differing(spec, read_spec(written(base), {"folder": "renamed"})) == []
+    assert "storage" in differing(spec, replace(spec, storage="postgresql://host/sweeps"))
 
 
 def test_a_grid_has_every_combination(base: Path) -> None:

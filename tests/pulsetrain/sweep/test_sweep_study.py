@@ -1,0 +1,70 @@
+"""The storage of a sweep: where its file is, and what is said about one that cannot be used."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
+
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.sweep.spec import Spec
+from pulsetrain.sweep.study import open_study, storage_errors
+
+SPEC = Spec("c", "f", {"rate": (1, 2)}, ("val/loss",), ("min",), "grid")
+
+
+@pytest.mark.parametrize("name", ["a b", "a?b", "a#b", "100%", "a%20b", "é"])
+def test_the_file_is_in_the_folder_whatever_its_name(tmp_path: Path, name: str) -> None:
+    spec = replace(SPEC, folder=str(tmp_path / name))
+    (tmp_path / name).mkdir()
+    open_study(spec).ask()
+    assert [each.relative_to(tmp_path) for each in tmp_path.rglob("*") if each.is_file()] == [
+        Path(name) / "sweep.sqlite"
+    ]
+    assert len(open_study(spec, create=False, read_only=True).get_trials()) == 1
+
+
+def damaged(file: Path) -> None:
+    file.write_text("damaged")
+
+
+def of_another_version(file: Path) -> None:
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE version_info SET schema_version = 99, library_version = '99.0.0'")
+        connection.execute("UPDATE alembic_version SET version_num = 'v99.0.0.a'")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (damaged, "sweep.sqlite cannot be read or written: file is not a database"),
+        (of_another_version, "does not fit the installed Optuna: .*set up by optuna 99.0.0"),
+        (Path.unlink, "has no sweep.sqlite"),
+    ],
+)
+def test_a_storage_that_cannot_be_used_says_why(harm, message: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    spec = replace(SPEC, folder=str(tmp_path))
+    open_study(spec)
+    (tmp_path / "trials").mkdir()
+    harm(tmp_path / "sweep.sqlite")
+    with pytest.raises(ConfigurationError, match=message):
+        open_study(spec)
+
+
+def test_a_failure_of_the_storage_is_reported_without_the_statement(tmp_path: Path) -> None:
+    spec = replace(SPEC, folder=str(tmp_path))
+    study = open_study(spec)
+    with sqlite3.connect(tmp_path / "sweep.sqlite") as connection:
+        connection.execute("DROP TABLE trials")
+    with pytest.raises(ConfigurationError) as caught, storage_errors(spec):
+        study.ask()
+    assert "sweep.sqlite cannot be read or written: no such table: trials;" in str(caught.value)
+
+
+def test_other_errors_are_not_the_storage_s(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), storage_errors(replace(SPEC, folder=str(tmp_path))):
+        raise ZeroDivisionError
