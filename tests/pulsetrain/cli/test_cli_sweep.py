@@ -57,6 +57,17 @@ def test_a_folder_with_other_files_is_refused(base: Path, capsys: Streams) -> No
     assert [each.name for each in (base / "out").iterdir()] == ["thesis.txt"]
 
 
+def test_a_mode_against_the_name_of_the_metric_is_noted(base: Path, capsys: Streams) -> None:
+    (base / "out").mkdir()
+    (base / "out" / "thesis.txt").write_text("so that nothing is trained")
+    (base / "s.yaml").write_text(GRID)
+    assert main(["sweep", "s.yaml"]) == 2
+    assert "note" not in capsys.readouterr().err
+    (base / "s.yaml").write_text(GRID + "mode: max\n")
+    assert main(["sweep", "s.yaml"]) == 2
+    assert "mode=max for val/loss, of which smaller values are usually better" in capsys.readouterr().err
+
+
 def test_a_second_sweep_on_the_same_folder_is_refused(base: Path, capsys: Streams) -> None:
     (base / "out").mkdir()
     descriptor = os.open(base / "out" / "sweep.lock", os.O_RDWR | os.O_CREAT)
@@ -213,6 +224,9 @@ def test_a_member_of_a_population_continues_exactly(base: Path) -> None:
     parents = {number: Path(read_run_file(trials[number].folder)["parent"]["run"]).name for number in range(4, 8)}  # type: ignore[index, call-overload, arg-type]
     kept = [number for number in range(4, 8) if parents[number] == f"{number - 4:04d}"]
     assert len(kept) == 3  # of four, the worst is replaced
+    best = read_results(Path("out")).best
+    assert best is not None
+    assert f"lineage        {int(parents[best.number])} -> {best.number}\n" in done.stdout
     rate = json.dumps(trials[kept[0]].params["training.learning_rate"])
     straight = pulsetrain("train", "base.yaml", "--run", "straight", f"--training.learning_rate={rate}")
     assert straight.returncode == 0, straight.stderr

@@ -52,7 +52,7 @@ def test_the_folder_may_be_the_sweep_itself(folder: Path):
     ("harm", "message"),
     [
         (lambda folder: (folder / "sweep.sqlite").unlink(), "has no sweep.sqlite"),
-        (lambda folder: (folder / "sweep.sqlite").write_text("damaged"), "cannot be opened"),
+        (lambda folder: (folder / "sweep.sqlite").write_text("damaged"), "cannot be read or written"),
         (lambda folder: (folder / "sweep.yaml").write_text("a: [1"), "sweep.yaml"),
         (lambda folder: (folder / "sweep.yaml").write_text("a: 1"), "was not written by"),
     ],
