@@ -181,8 +181,7 @@ class TorchComputation:
         """The model where it is, with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
             if isinstance(model, type) and issubclass(model, nn.Module):
-                rule = f"needs a torch.nn.Module, as {model.__name__}(...)"
-                raise ArgumentTypeError(rule, "TorchBackend", model=model)
+                raise ArgumentTypeError(f"needs an object, as {model.__name__}(...)", "TorchBackend", model=model)
             raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
             raise ConfigurationError(

@@ -91,7 +91,11 @@ def warn_of_probabilities(place: str, outputs: object) -> None:
     if not outputs.requires_grad or not has_values(outputs):
         return
     rows = outputs.detach()[:100].float()
-    if bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() < 1e-3).all()):
+    try:
+        are_probabilities = bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() < 1e-3).all())
+    except RuntimeError:  # values inside of torch.func.vmap cannot be read
+        return
+    if are_probabilities:
         logger.warning(
             "each row of the model's output sums to 1, as after a softmax, and the loss applies one itself; let the "
             "model return the logits",

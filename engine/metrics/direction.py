@@ -58,8 +58,9 @@ metric='val/top5' are better does not follow from its name; pass mode='min' or m
     """
     mode = infer_mode(name, metrics)
     if mode is None:
-        prefix = name[: name.rfind("/") + 1]
-        names = [f"{prefix}{word}" for word in (*names_of(metrics or {}), *KNOWN_WORDS)]
+        prefix, last = name[: name.rfind("/") + 1], name[name.rfind("/") + 1 :]
+        near = [word for word in (*names_of(metrics or {}), *KNOWN_WORDS) if did_you_mean(last, [word])]
+        names = [f"{prefix}{word}" for word in near]
         rule = (
             "whether smaller or larger values of {metric} are better does not follow from its name; pass mode='min' or "
             f"mode='max'{did_you_mean(name, names)}"

@@ -75,8 +75,10 @@ class SweepTrial(Handler):
         needed, total = self.spec.generations * (self.spec.interval or 0), total_iterations_of(engine)
         if self.until is not None and total is not None and total < needed:
             raise ConfigurationError(
-                f"SweepTrial(until={self.until}): the run ends after {total} iterations, and the population needs "
-                f"generations x interval = {needed}; raise training.max_epochs, or lower interval or generations"
+                f"the run ends after {total} iterations, and the population needs generations x interval = {needed}; "
+                "raise training.max_epochs, or lower interval or generations",
+                "SweepTrial",
+                until=self.until,
             )
 
     def _report(self, engine: Engine, event: Event) -> None:

@@ -149,7 +149,7 @@ def test_a_mesh_that_does_not_exist_is_refused(mesh, parts):
 
 
 def test_the_guide_splits_the_example():
-    guide = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "jax_devices.md").read_text()
     (block,) = [each for each in re.findall(r"```yaml\n(.*?)```", guide, flags=re.DOTALL) if "JaxBackend" in each]
     found = ShardingRules(**yaml.safe_load(block)["backend"]["init_args"]).specs(
         {"blocks/0/expand/kernel": (128, 512), "blocks/0/mix/kernel": (128, 128), "norm/bias": (128,)}, {}

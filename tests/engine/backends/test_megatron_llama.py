@@ -111,7 +111,7 @@ def test_weights_that_are_missing_are_named():
 
 
 def test_the_python_of_the_guide_trains_and_converts():
-    guide = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "model_parallel.md").read_text()
     section = guide.split("## Megatron")[1].split("\n## ")[0]
     training, converting = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     theirs = llama()

@@ -25,6 +25,11 @@ from tests.pulsetrain.runs.test_summary import own
 from tests.support.run_folders import write_run
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # else as many as the terminal of the tests has
+
+
 def printed(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
     assert main(["watch", *words]) == status
     captured = capsys.readouterr()
