@@ -54,7 +54,7 @@ pytest: $(VENV)/installed-dev ## the tests that are not slow, two at a time; e.g
 
 test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmarks, compilation, runs that are killed
 	$(step) 'Slow tests (pytest)'
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not exhaustive' $(ARGS)
 
 test-gpu: $(VENV)/installed-dev ## the tests that need an NVIDIA GPU; the others do not see it
 	$(step) 'Tests on a GPU (pytest)'
@@ -82,9 +82,10 @@ coverage: $(VENV)/installed-dev ## all tests, and the lines that they miss; fail
 	$(step) 'Coverage'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-fail-under=90 $(ARGS)
 
-faults: $(VENV)/installed-dev ## the fault tests, and runs that are killed and resumed 1,000 times; about 35 minutes
+faults: $(VENV)/installed-dev ## the fault tests, and runs that are killed and resumed 1,000 times; about 40 minutes
 	$(step) 'Fault tests'
 	@$(BIN)/python -m pytest tests/faults
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 	$(step) 'Runs killed 1,000 times'
 	@$(BIN)/python -m tests.faults.kills --kills 1000 $(ARGS)
 	$(step) 'Runs of two processes, of which one is killed 100 times'

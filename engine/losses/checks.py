@@ -13,7 +13,7 @@ from pulsetrain.engine.logs import get_logger
 
 __all__ = ["check_finite", "check_labels", "check_probabilities", "readable", "reject", "warn_of_probabilities"]
 
-logger = get_logger("engine")
+_logger = get_logger("engine")
 
 
 def check_labels(place: str, outputs: Array, targets: Array, ignore_index: int = -100) -> None:
@@ -96,7 +96,7 @@ def warn_of_probabilities(place: str, outputs: object) -> None:
     except RuntimeError:  # values inside of torch.func.vmap cannot be read
         return
     if are_probabilities:
-        logger.warning(
+        _logger.warning(
             "each row of the model's output sums to 1, as after a softmax, and the loss applies one itself; let the "
             "model return the logits",
             loss=place,

@@ -21,6 +21,9 @@ class NotebookBar:
         clock: seconds, for the rate.
     """
 
+    total: int | None
+    n: int
+
     def __init__(self, total: int | None, initial: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.n = total, initial
         self._initial, self._clock, self._start = initial, clock, clock()

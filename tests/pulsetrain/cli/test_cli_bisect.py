@@ -106,6 +106,7 @@ def test_runs_of_a_fork_start_from_the_last_common_checkpoint(base: Path):
         assert (parent["iteration"], Path(parent["run"]).name) == (16, "good")  # type: ignore[index, call-overload, arg-type]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_half_way_the_same_command_continues(base: Path):
     pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
@@ -128,6 +129,7 @@ def test_killed_half_way_the_same_command_continues(base: Path):
     assert "holds the runs of another question" in answer.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_settings_that_are_worse_only_together_are_found_by_a_metric_that_should_rise(base: Path):
     """Also arguments that only one of the runs gives, and a metric whose direction the run itself knows."""
@@ -185,6 +187,7 @@ def start(base: Path, *words: str) -> subprocess.Popen[str]:
     return process  # type: ignore[no-any-return]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_run_that_a_killed_search_had_started_is_waited_for(held: Path):
     pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=held)
@@ -201,6 +204,7 @@ def test_the_run_that_a_killed_search_had_started_is_waited_for(held: Path):
     assert json.loads(printed)["causes"] == [["training.learning_rate"]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_runs_of_two_processes_are_searched_with_two_and_sigterm_stops_with_a_checkpoint(held: Path):
     pulsetrain("train", "config.yaml", "--run", "runs/good", "--launch.nproc=2", cwd=held)
@@ -274,6 +278,7 @@ def test_short_runs_that_show_no_difference_end_the_search(base: Path):
     assert "--iterations" in answer.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_settings_that_fail_are_named_and_do_not_count(base: Path):
     """One of a pair of arguments that fit only each other fails; the bad rate is found all the same."""

@@ -159,6 +159,7 @@ def test_two_processes_train_one_run(torchrun: bool, folder: Path):
     assert rows[0] == rows[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_started_again(folder: Path):
     program = started(*RUN, "--launch.nproc=2", "--training.max_epochs=400")

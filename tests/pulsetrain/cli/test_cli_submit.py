@@ -219,6 +219,7 @@ def test_a_population_is_one_job(base: Path, capsys: Streams) -> None:
     assert "a population compares its members" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_jobs_of_a_queue_that_is_killed_resume_and_end_as_if_it_had_not_been(base: Path, capsys: Streams) -> None:
     write_run(base, pause=0.02)
@@ -261,6 +262,7 @@ def test_wait_reports_how_the_jobs_end(base: Path, capsys: Streams) -> None:
     assert "broken" in Path(queue.job(number).output).read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sweep_is_shared_out_by_two_jobs_and_survives_the_kill_of_both(base: Path) -> None:
     write_run(base, pause=0.01)

@@ -204,6 +204,7 @@ def test_a_population_whose_members_all_fail_ends_with_their_errors(
     assert all(error in each.error for each in trials)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_population_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> None:
     done = run(trials=12, kills=4, seed=2, folder=tmp_path, sampler="population")

@@ -247,6 +247,7 @@ def test_an_interpreter_that_is_gone_fails_the_job_and_not_the_queue(folder: Pat
     assert queue.job(job).state == "failed"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_runs_end_as_if_nothing_had_been_killed(tmp_path: Path) -> None:
     done = run(jobs=3, kills=4, seed=2, folder=tmp_path)
