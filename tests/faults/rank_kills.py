@@ -134,15 +134,18 @@ def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[En
         if world == 1:
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
         watches: Callable[[], None] | None = None
-        if rank == who and not in_save:
+        dies_at_a_time = rank == who and not in_save
+        if dies_at_a_time and not left:
             threading.Timer(delay, die).start()
-        elif rank == who:
+        elif rank == who and in_save:
             disk.os = MortalOs(calls, die)  # type: ignore[assignment]
-        elif not left:
+        elif rank != who and not left:
             watches = follow
         if watches is not None:
             threading.Thread(target=watches, daemon=True).start()
         made = victim(folder, kind)
+        if dies_at_a_time and left:  # not before the processes have met: the other one would wait for a minute
+            threading.Timer(delay, die).start()
         with structlog.testing.capture_logs():
             made.train(resume="latest")
         return bits(made, folder)
