@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FunctionType, MethodType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 from ignite.engine.events import EventsList
 
@@ -24,24 +24,20 @@ F = TypeVar("F", bound=Handler)
 Sender = TypeVar("Sender")
 Result = TypeVar("Result")
 Payload = TypeVar("Payload")
+Known = TypeVar("Known", covariant=True)
 
 
-class Attaching(Generic[Payload]):
+class Attaching(Protocol[Known]):
     """What `on` returns for type checkers, which compare the event's payload with that of the handler's `event`."""
 
     @overload  # with Any, so that a handler of several events may be decorated several times
-    def __call__(
-        self, handler: Callable[[Sender, Event[Payload]], Result]
-    ) -> Callable[[Sender, Event[Any]], Result]: ...
+    def __call__(self, handler: Callable[[Sender, Event[Known]], Result]) -> Callable[[Sender, Event[Any]], Result]: ...
     @overload
     def __call__(self, handler: Callable[[Sender], Result]) -> Callable[[Sender], Result]: ...
     @overload
     def __call__(self, handler: Callable[[], Result]) -> Callable[[], Result]: ...
     @overload  # handlers of pytorch-ignite take a field of these payloads
     def __call__(self: Attaching[ExceptionRaised] | Attaching[EpochTerminated], handler: F) -> F: ...
-    def __call__(self, handler: Any) -> Any:
-        """Attach the handler, and return it."""
-        raise NotImplementedError
 
 
 class EngineEvents(Dispatcher):

@@ -52,7 +52,7 @@ class Plots(Handler):
         on_error: "warn" continues when a figure cannot be written, "raise" ends the run.
 
     Raises:
-        ConfigurationError: there is no format, or an unknown one, or matplotlib is not installed.
+        ConfigurationError: no format or an unknown one is given, or matplotlib is not installed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -59,8 +59,6 @@ def test_free_memory_that_the_next_step_needs_stays():
 
 @needs_glibc
 def test_growth_that_is_still_there_after_giving_back_becomes_the_usual_size(monkeypatch):
-    free = Blocks(2000)
-    free.freed.clear()
     sizes = iter([1e9, 1.2e9, 1.2e9, 1.21e9, 1.3e9, 1e9, 1.3e9])
     monkeypatch.setattr(heap, "_resident", lambda: int(next(sizes)))
     monkeypatch.setattr(heap, "_functions", lambda: (lambda: heap._Usage(fordblks=10**9), lambda pad: 1))
@@ -73,6 +71,14 @@ def test_another_c_library_has_nothing_to_call(monkeypatch):
     heap._functions.cache_clear()
     assert not heap.Heap().trim()
     heap._functions.cache_clear()
+
+
+def test_each_validation_of_a_run_looks_at_the_same_heap(monkeypatch):
+    asked = []
+    monkeypatch.setattr(heap.Heap, "trim", lambda self: asked.append(self))
+    trainer({"max_epochs": 2}, val_loader=loader(8)).train()
+    assert len(asked) == 2
+    assert asked[0] is asked[1]
 
 
 def test_a_validation_keeps_neither_its_last_batch_nor_its_outputs():
