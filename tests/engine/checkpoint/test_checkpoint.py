@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pulsetrain.engine.checkpoint import CheckpointManager, choice, find_checkpo
 from pulsetrain.engine.checkpoint.reader import damage_of
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFolderError
 from tests.support.checkpoints import STATE, relabel
+from tests.support.largest_file import largest_file
 
 
 def names(manager: CheckpointManager) -> list[str]:
@@ -187,17 +187,11 @@ def test_a_damaged_note_of_the_best_is_an_error_and_nothing_is_deleted_while_it_
     assert [manager.save(STATE, is_best=True)] == manager.valid() == [manager.get_best()]
 
 
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on the size of files")
 def test_a_disk_that_fills_inside_a_tensor_is_an_os_error_too(tmp_path: Path):
     manager = CheckpointManager(tmp_path)
     older = manager.save(STATE)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            manager.save({"weights": torch.ones(1_000_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(100_000), pytest.raises(OSError, match="too large"):
+        manager.save({"weights": torch.ones(1_000_000)})
     assert [path.name for path in tmp_path.iterdir()] == [older.name]
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from pulsetrain.engine.file_system import FileSystem
 from pulsetrain.engine.memory import state_memory
 from pulsetrain.engine.memory.optimizer_state import offload_optimizer
 from pulsetrain.engine.optimizers import create_optimizer
+from tests.support.largest_file import largest_file
 from tests.support.offloaded import learn, network, to_disk
 
 
@@ -77,17 +75,6 @@ def test_the_folder_shows_nothing_and_has_the_room_reserved(tmp_path: Path, monk
     learn(model, optimizer)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     assert sum(reserved) >= sum(each.nbytes for each in model.parameters()) * 2
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Files may not grow beyond that, as on a disk that is full."""
-    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
 
 
 def test_a_full_disk_is_refused_and_the_optimizer_left_as_it_was(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from pulsetrain.engine import (
 )
 from pulsetrain.engine.memory.activation_offload import HostMemory
 from pulsetrain.handlers import EMA, Checkpointer, EventRecorder, Fingerprints, LRFinder, LRScheduler, NaNGuard
+from tests.support.largest_file import largest_file
 from tests.support.models import loader, regression_model, trainer
 from tests.support.ranks import in_processes
 from tests.support.runs import cut_after, guarded_data
@@ -273,14 +273,10 @@ def test_the_run_folder_is_where_it_is_kept(tmp_path: Path):
 
 
 def test_a_full_disk_is_refused_before_training(tmp_path: Path):
-    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     model, data = regression_model(), loader()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-    try:
-        with pytest.raises(ConfigurationError, match=r"OptimizerOffload\(folder=.*no room there for 1 MiB"):
-            trainer({"optimizer_offload": offload("disk", tmp_path)}, model=model, train_loader=data)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    rule = r"OptimizerOffload\(folder=.*no room there for 1 MiB"
+    with largest_file(8192), pytest.raises(ConfigurationError, match=rule):
+        trainer({"optimizer_offload": offload("disk", tmp_path)}, model=model, train_loader=data)
     trainer({"optimizer_offload": offload("disk", tmp_path), "max_epochs": 1}, model=model, train_loader=data).train()
 
 
