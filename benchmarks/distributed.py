@@ -5,15 +5,17 @@
 Both train the byte-level GPT of examples/byte_lm on the CPU with gloo, one thread a process, in the same two processes,
 by turns: a round is a run of ITERATIONS iterations of each, of which the first ones warm up. The hand-written loop
 shares each global batch out, averages the gradients by DistributedDataParallel, and adds its losses up every LOG
-iterations. A figure is the median over the rounds of the ratio of both in the same round. "Nothing computed" is a model
-of one number, whose samples all count alike. The losses of the GPT are means over bytes, which the processes have to
-add up for each batch; that overlaps with the computation. "Virtual ranks" is the trainer with a virtual rank a process,
-whose results have the same bits as in one process.
+iterations. The time of a run is its median over windows of LOG iterations, since a process that does not get its core
+for a moment holds up the other. A figure is the median over the rounds of the ratio of both in the same round. "Nothing
+computed" is a model of one number, whose samples all count alike. The losses of the GPT are means over bytes, which the
+processes have to add up for each batch; that overlaps with the computation. "Virtual ranks" is the trainer with a
+virtual rank a process, whose results have the same bits as in one process.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import multiprocessing
 import os
 import socket
@@ -89,6 +91,11 @@ TASKS = {
 }
 
 
+def of_windows(times: list[float]) -> float:
+    """Seconds of an iteration, from the times after each LOG iterations."""
+    return statistics.median(after - before for before, after in itertools.pairwise(times[WARM // LOG - 1 :])) / LOG
+
+
 def by_hand(task: str, iterations: int, rank: int) -> float:
     """Seconds of an iteration of the loop that a user would write."""
     make, data, loss_of = TASKS[task]
@@ -99,10 +106,8 @@ def by_hand(task: str, iterations: int, rank: int) -> float:
     # each process loads its share of every global batch
     batches = [list(range(at + rank, at + BATCH, WORLD)) for at in range(0, iterations * BATCH, BATCH)]
     model.train()
-    total, begun = torch.zeros(()), 0.0
+    total, times = torch.zeros(()), []
     for iteration, (inputs, targets) in enumerate(DataLoader(rows, batch_sampler=batches), 1):
-        if iteration == WARM + 1:
-            begun = time.perf_counter()
         loss = loss_of(model(inputs), targets)
         loss.backward()
         optimizer.step()
@@ -112,7 +117,8 @@ def by_hand(task: str, iterations: int, rank: int) -> float:
             torch.distributed.all_reduce(total)
             total.item()
             total.zero_()
-    return (time.perf_counter() - begun) / (iterations - WARM)
+            times.append(time.perf_counter())
+    return of_windows(times)
 
 
 def ours(task: str, iterations: int, rank: int, topology: Topology | None = None) -> float:
@@ -131,11 +137,10 @@ def ours(task: str, iterations: int, rank: int, topology: Topology | None = None
         ),
     )
     times: list[float] = []
-    for number in (WARM, iterations):
-        trainer.on(Events.ITERATION_COMPLETED(once=number))(lambda: times.append(time.perf_counter()))
+    trainer.on(Events.ITERATION_COMPLETED(every=LOG))(lambda: times.append(time.perf_counter()))
     with redirect_stderr(io.StringIO()):
         trainer.train()
-    return (times[1] - times[0]) / (iterations - WARM)
+    return of_windows(times)
 
 
 def virtual(task: str, iterations: int, rank: int) -> float:
@@ -187,7 +192,7 @@ def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("distributed", __doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--iterations", type=int, default=60, help="of a run of the GPT [%(default)s]")
+    parser.add_argument("--iterations", type=int, default=120, help="of a run of the GPT [%(default)s]")
     options = parser.parse_args()
 
     def rows() -> tuple[list[Row], list[str]]:
