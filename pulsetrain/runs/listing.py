@@ -29,7 +29,8 @@ def columns_of(runs: Sequence[RunSummary]) -> list[str]:
     metrics = list(dict.fromkeys(name for run in runs for name in run.best))[:_MOST]
     names = dict.fromkeys(name for run in runs for name in run.settings)
     differ = [name for name in names if _differ([run.settings.get(name) for run in runs])][:_MOST]
-    last = [name for name in _LAST if name == "updated" or any(value_of(run, name, Path()) for run in runs)]
+    root = Path()
+    last = [name for name in _LAST if name == "updated" or any(value_of(run, name, root) for run in runs)]
     return [*_FIRST, *metrics, *differ, *last]
 
 
