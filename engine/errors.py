@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Final, Self
 
@@ -17,6 +19,8 @@ __all__ = [
     "RecordingError",
     "RunFolderError",
     "did_you_mean",
+    "nearest",
+    "raised_by",
     "refused",
     "shortened",
     "unknown_name",
@@ -36,6 +40,19 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {_shown(each)}' for key, each in value.items())}}}"
     return repr(value)
+
+
+def _text(rule: str, place: str, arguments: Mapping[str, object], show: Callable[[object], str]) -> str:
+    given = []
+    for argument, value in arguments.items():
+        text = argument if value is UNKNOWN else f"{argument}={show(value)}"
+        if f"{{{argument}}}" in rule:
+            rule = rule.replace(f"{{{argument}}}", text)
+        else:
+            given.append(text)
+    listed = ", ".join(given)
+    head = f"{place}({listed})" if place else listed
+    return f"{head}: {rule}" if head else rule
 
 
 class PulsetrainError(Exception):
@@ -64,7 +81,7 @@ class PulsetrainError(Exception):
 
     def __init__(self, rule: str = "", place: str = "", /, **arguments: object) -> None:
         self.rule, self.place, self.arguments = rule, place, arguments
-        super().__init__(self._text(place, {name: (name, value) for name, value in arguments.items()}, _shown))
+        super().__init__(_text(rule, place, arguments, _shown))
 
     @property
     def argument(self) -> str | None:
@@ -77,17 +94,30 @@ class PulsetrainError(Exception):
         return next(iter(self.arguments.values()), None)
 
     def reworded(
-        self, rename: Callable[[str, object], tuple[str, object]], show: Callable[[object], str] | None = None
+        self,
+        rename: Callable[[str, object], tuple[str, object]],
+        show: Callable[[object], str] | None = None,
+        place: str = "",
     ) -> Self:
-        """The same error without its place and with other names for the arguments.
+        """The same error with another place and other names for the arguments; it can be reworded again.
 
         Args:
-            rename: gives the new name and value for the name and value of an argument.
+            rename: gives the new name and value for the name and value of an argument. Mappings that get the same name
+                become one.
             show: gives the text of a value; by default as Python writes it.
+            place: in place of the error's own.
         """
-        renamed = {argument: rename(argument, value) for argument, value in self.arguments.items()}
-        error = self.with_text(self._text("", renamed, show or _shown))
-        error.arguments = dict(renamed.values())
+        arguments: dict[str, object] = {}
+        names: dict[str, str] = {}
+        for argument, value in self.arguments.items():
+            name, given = rename(argument, value)
+            before = arguments.get(name)
+            if isinstance(before, dict) and isinstance(given, dict):
+                given = {**before, **given}
+            arguments[name], names[argument] = given, name
+        rule = re.sub(r"\{([^{}]+)\}", lambda found: f"{{{names.get(found[1], found[1])}}}", self.rule)
+        error = self.with_text(_text(rule, place, arguments, show or _shown))
+        error.rule, error.place, error.arguments = rule, place, arguments
         return error
 
     def with_text(self, text: str) -> Self:
@@ -97,18 +127,6 @@ class PulsetrainError(Exception):
         for note in getattr(self, "__notes__", ()):
             error.add_note(note)
         return error
-
-    def _text(self, place: str, arguments: Mapping[str, tuple[str, object]], show: Callable[[object], str]) -> str:
-        rule, given = self.rule, []
-        for argument, (name, value) in arguments.items():
-            text = name if value is UNKNOWN else f"{name}={show(value)}"
-            if f"{{{argument}}}" in rule:
-                rule = rule.replace(f"{{{argument}}}", text)
-            else:
-                given.append(text)
-        listed = ", ".join(given)
-        head = f"{place}({listed})" if place else listed
-        return f"{head}: {rule}" if head else rule
 
     def __reduce__(self) -> tuple[object, ...]:
         return (
@@ -167,11 +185,41 @@ def refused(owner: object, rule: str, *arguments: str) -> ConfigurationError:
     return ConfigurationError(rule, type(owner).__name__, **{name: getattr(owner, name) for name in arguments})
 
 
+@contextmanager
+def raised_by(
+    place: str, rename: Callable[[str, object], tuple[str, object]] = lambda argument, value: (argument, value)
+) -> Iterator[None]:
+    """Within the block, an error names this place in place of the function that rejects the argument.
+
+    >>> with raised_by("DPOStrategy"):
+    ...     raise ConfigurationError("needs a positive number", "dpo_loss", beta=-1)
+    Traceback (most recent call last):
+    pulsetrain.engine.errors.ConfigurationError: DPOStrategy(beta=-1): needs a positive number
+
+    Args:
+        place: the class or function to which the user gave the arguments.
+        rename: as of `PulsetrainError.reworded`.
+    """
+    try:
+        yield
+    except PulsetrainError as error:
+        raise error.reworded(rename, place=place).with_traceback(error.__traceback__) from error.__cause__
+
+
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """The end of a message that names the nearest choice, whatever its case; "" where none is near."""
+    near = nearest(name, choices)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def nearest(name: object, choices: Iterable[str], most: int = 1) -> list[str]:
+    """The choices that are most like a name, whatever their case, the nearest first.
+
+    >>> nearest("Val/loss", ["train/loss", "val/loss", "epoch"], 2)
+    ['val/loss', 'train/loss']
+    """
     lower = {choice.lower(): choice for choice in choices}
-    near = get_close_matches(str(name).lower(), lower, n=1)
-    return f"; did you mean {lower[near[0]]!r}?" if near else ""
+    return [lower[each] for each in get_close_matches(str(name).lower(), lower, n=most)]
 
 
 def shortened(value: object) -> object:

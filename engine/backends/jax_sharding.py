@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NoReturn
 
-from pulsetrain.engine.errors import ConfigurationError, did_you_mean
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean, nearest
 
 __all__ = ["ShardingRules", "Spec"]
 
@@ -68,7 +67,7 @@ class ShardingRules:
         """
         for pattern, (_, given) in self._patterns.items():
             if not any(fnmatchcase(path, pattern) for path in shapes):
-                near = get_close_matches(pattern, shapes, n=1) or list(shapes)[:3]
+                near = nearest(pattern, shapes) or list(shapes)[:3]
                 self._refuse(
                     f"matches none of the model's {len(shapes)} parameters, such as {', '.join(map(repr, near))}",
                     given,

@@ -11,6 +11,7 @@ import torch
 
 from pulsetrain.engine.checkpoint.pieces import Piece
 from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.named_values import NamedValues
 
 __all__ = ["Plain", "Step", "as_saved", "plain", "shown_path"]
 
@@ -50,6 +51,8 @@ def _plain(value: Plain, path: tuple[Step, ...]) -> Plain:
             return value
         # the same memory: the caller's tensor must not change
         return as_saved(value.detach(), kind is torch.nn.Parameter, value.requires_grad, attributes)
+    if kind is NamedValues:
+        return _plain(dict(value), path)
     if kind is dict or kind is OrderedDict:
         # a module's state_dict() keeps its versions in an attribute of the OrderedDict
         attributes = _plain(vars(value), (*path, "__dict__")) if kind is OrderedDict else None

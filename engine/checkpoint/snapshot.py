@@ -13,6 +13,7 @@ from torch import Tensor
 from pulsetrain.engine.checkpoint.pieces import Piece
 from pulsetrain.engine.checkpoint.plain import Plain, as_saved
 from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.named_values import NamedValues
 
 __all__ = ["Snapshot"]
 
@@ -99,7 +100,7 @@ class _Copying:
             return replace(value, data=self._of_tensor(value.data))
         if hasattr(value, "to_local"):  # a shard, which stays in this process
             return value.detach().clone()
-        if kind is dict:
+        if kind is dict or kind is NamedValues:
             return {key: self.copied(item) for key, item in value.items()}
         if kind is list or kind is tuple:
             # floats are skipped without a call: a history has a million of them

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, overload
+from enum import EnumMeta
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, overload
 
 import msgspec
 from ignite.engine.events import CallableEventWithFilter as IgniteEvent
@@ -16,6 +17,7 @@ from ignite.engine.events import EventEnum as IgniteEventEnum
 from ignite.engine.events import Events as IgniteEvents
 from ignite.engine.events import EventsList as IgniteEventsList
 
+from pulsetrain.engine.errors import did_you_mean
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.events.filters import EventFilter, Filter, build_filter
 
@@ -114,7 +116,20 @@ class EventType(IgniteEvent, Generic[Payload]):
         return hash(self._name_)  # equal to what ignite's own members hash to
 
 
-class EventEnum(EventType, IgniteEventEnum):
+class _EventEnumMeta(EnumMeta):
+    """Suggests the nearest event for a name that an enum does not have."""
+
+    if not TYPE_CHECKING:  # type checkers report the name themselves
+
+        def __getattr__(cls, name: str) -> NoReturn:
+            if name.startswith("_"):  # looked up by the enum machinery, and by libraries
+                raise AttributeError(name)
+            hint = did_you_mean(name, cls.__members__) or f"; it has {', '.join(cls.__members__) or 'none'}"
+            # without name=, for which the interpreter would append a suggestion of its own
+            raise AttributeError(f"{cls.__name__} has no event {name!r}{hint}", obj=cls)
+
+
+class EventEnum(EventType, IgniteEventEnum, metaclass=_EventEnumMeta):
     """Base class of enums of events: a member is a value, or a value and the type of its payload.
 
     Register the members with `Engine.register_events` before they are fired.

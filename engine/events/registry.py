@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from ignite.engine.events import EventEnum as IgniteEventEnum
 
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.names import LOOP_COUNTERS, READ_ONLY, EventLike, Events, identify
+from pulsetrain.engine.errors import ConfigurationError, nearest
+from pulsetrain.engine.events.names import LOOP_COUNTERS, READ_ONLY, EventLike, identify
 
 __all__ = ["EventRegistry"]
 
@@ -134,9 +133,9 @@ class EventRegistry:
         if self.has_registered_events(event):
             return self._identify(event)
         hint = "custom events are allowed by register_events()"
-        if isinstance(event, str):
-            near = get_close_matches(event.upper(), Events.__members__, n=1)
-            hint = f"did you mean Events.{near[0]}?" if near else hint
+        names = {each if isinstance(each, str) else each._name_: each for each in self._registered.values()}
+        if isinstance(event, str) and (near := nearest(event, names)):
+            hint = f"did you mean {names[near[0]]!r}?"
         raise ValueError(f"Event {event} is not a valid event for this {type(self).__name__}; {hint}")
 
     def _assert_allowed_event(self, event: EventLike) -> None:

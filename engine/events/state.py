@@ -9,6 +9,7 @@ from ignite.engine.events import State as IgniteState
 
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.events.registry import EventRegistry
+from pulsetrain.engine.named_values import NamedValues
 
 __all__ = ["State"]
 
@@ -27,6 +28,7 @@ class State(IgniteState):
     iteration: int
     batch: Any
     output: Any
+    metrics: dict[str, Any]
     samples: int  # that a training run has seen; other engines have no such counters
     tokens: int
     stop_reason: str | None
@@ -40,6 +42,7 @@ class State(IgniteState):
         self.stop_reason = None
         self.update = self.validation_round = self.rollout_round = self.save = 0
         super().__init__(**attributes)
+        self.metrics = NamedValues(self.metrics)
 
     if TYPE_CHECKING:  # counters of custom events, and what users keep here
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 
 import torch
 from torch._ops import OpOverload
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, nearest
 
 __all__ = ["changes_arguments", "draws", "operators_of"]
 
@@ -71,7 +70,7 @@ def _keepable(namespace: str, operator: str, overload: Sequence[str] = ()) -> tu
 def _near(namespace: str, operator: str) -> str:
     """The end of a message that has the nearest names."""
     names = {each.partition("::")[2].partition(".")[0] for each in _dispatched() if each.startswith(f"{namespace}::")}
-    close = get_close_matches(operator, sorted(names), n=12)
+    close = nearest(operator, sorted(names), 12)
     close = [*_SYNONYMS.get(operator, ()), *(each for each in close if _keepable(namespace, each)[0])]
     return f"; near it are {', '.join(map(repr, close[:3]))}" if close else ""
 

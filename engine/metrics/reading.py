@@ -8,12 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.errors import MetricNotFoundError, did_you_mean
+from pulsetrain.engine.errors import MetricNotFoundError
+from pulsetrain.engine.named_values import UnknownMetricError
 
 __all__ = ["canonical", "nothing_yet", "number_on_host", "to_host"]
 
 
-def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> str:
+def canonical(name: str, known: Iterable[str], *, place: str = "") -> str:
     """The full name of a metric among known names, from itself or its underscore form.
 
     >>> canonical("val_loss", ["train/loss", "val/loss"])
@@ -29,11 +30,7 @@ def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> s
     matches = [other for other in names if other.replace("/", "_") == flat]
     if len(matches) == 1:
         return matches[0]
-    exist = ", ".join(sorted(names)) or "none at all"
-    problem = f"may be {' or '.join(matches)}" if matches else "does not exist"
-    raise MetricNotFoundError(
-        f"this metric {problem}; there are: {exist}{did_you_mean(name, names)}", place, metric=name
-    )
+    raise UnknownMetricError.among(names, name, place, matches)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[float]:

@@ -16,6 +16,7 @@ from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.errors import ArgumentTypeError, MetricNotFoundError
 from pulsetrain.engine.metrics.direction import Mode, required_mode
 from pulsetrain.engine.metrics.reading import canonical
+from pulsetrain.engine.named_values import NamedValues
 
 __all__ = ["MetricTracker"]
 
@@ -167,13 +168,10 @@ class MetricTracker(Mapping[str, list[float]]):
         with self._lock:
             full = None if name is None else self._full(name)
             self._read()
-            return {each: ask(each) for each in self._values} if full is None else ask(full)
+            return NamedValues((each, ask(each)) for each in self._values) if full is None else ask(full)
 
     def _full(self, name: str) -> str:
-        try:
-            return canonical(name, self._values, place="MetricTracker")
-        except MetricNotFoundError as error:
-            raise _UnknownMetricError(str(error)) from None
+        return canonical(name, self._values)
 
     def _row(self, name: str) -> list[float]:
         row = self._values[name].tolist()
@@ -221,9 +219,3 @@ def _number(name: str, value: object) -> float | Tensor:
     if not isinstance(value, numbers.Real):
         raise ArgumentTypeError("needs a number or a tensor of one element", "MetricTracker.update", **{name: value})
     return float(value)
-
-
-class _UnknownMetricError(MetricNotFoundError, KeyError):
-    """Also a KeyError, so that `Mapping.get` returns its default."""
-
-    __str__ = Exception.__str__  # KeyError's puts quotes around the message

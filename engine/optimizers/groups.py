@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from torch import nn
 
-from pulsetrain.engine.errors import ArgumentTypeError
+from pulsetrain.engine.errors import ArgumentTypeError, nearest
 from pulsetrain.engine.optimizers.options import POSITIVE, check_number
 from pulsetrain.engine.optimizers.registry import refused
 
@@ -197,6 +196,6 @@ def _why_without(prefix: str, model: nn.Module, trainable: Named) -> str:
         return "all its parameters are frozen; call requires_grad_(True) on them, or leave it out"
     parts = [name.split(".") for name, _ in trainable]
     paths = dict.fromkeys(".".join(part[: depth + 1]) for part in parts for depth in range(len(part)))
-    near = get_close_matches(prefix, paths, n=3)
+    near = nearest(prefix, paths, 3)
     listed = near or list(dict.fromkeys(part[0] for part in parts))[:12]
     return f"matches no parameter; {'similar names are' if near else 'the model has'} {', '.join(map(repr, listed))}"

@@ -6,13 +6,12 @@ import csv
 import io
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, nearest
 from pulsetrain.runs.summary import RunSummary
 
 __all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "sorted_by", "value_of"]
@@ -104,18 +103,15 @@ def check_columns(argument: str, columns: Sequence[str], runs: Sequence[RunSumma
             known.update(dict.fromkeys(names))
     for column in columns:
         if column not in known:
-            near = _nearest(column, known)
+            near = ", ".join(_alike(column, known))
             there = f"the closest are {near}" if near else f"besides metrics and settings there are {', '.join(_OWN)}"
             raise ConfigurationError(f"no run has this column; {there}", "pulsetrain runs", **{argument: column})
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """The three names that are most alike, or have a part of this name; "" if none is."""
-    lower = {each.lower(): each for each in known}
-    wanted = name.lower()
-    within = [each for each in lower if wanted and wanted in each]
-    near = dict.fromkeys([*get_close_matches(wanted, lower, n=3), *within[:3]])
-    return ", ".join(lower[each] for each in [*near][:3])
+def _alike(name: str, known: Collection[str]) -> list[str]:
+    """The three names that are most alike, or have this name as a part."""
+    within = [each for each in known if name and name.lower() in each.lower()]
+    return list(dict.fromkeys([*nearest(name, known, 3), *within]))[:3]
 
 
 def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.predicate import Predicate, UnsupportedError, Value, predicate
 from pulsetrain.runs.summary import RunSummary, Status
@@ -47,9 +46,8 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
             return lambda run: parse_non_finite(run.settings.get(name))
         if name in NAMES:
             return lambda run: _plain(getattr(run, name))
-        near = get_close_matches(name, (*settings, *NAMES), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"besides settings there are {', '.join(NAMES)}"
-        raise UnsupportedError(node, f"no run has {name!r}; {hint}")
+        hint = did_you_mean(name, (*settings, *NAMES)) or f"; besides settings there are {', '.join(NAMES)}"
+        raise UnsupportedError(node, f"no run has {name!r}{hint}")
 
     return predicate(text, read, _NOTHING)
 

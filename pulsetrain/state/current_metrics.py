@@ -9,6 +9,7 @@ import torch
 
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.named_values import NamedValues
 
 __all__ = ["metrics_to_save", "unsavable_metrics"]
 
@@ -45,7 +46,7 @@ def _savable(name: str, value: Any) -> tuple[Any, ...]:
 
 def _is_whole(value: object) -> bool:
     """Whether it comes back as what it is."""
-    if type(value) is dict:
+    if type(value) is dict or type(value) is NamedValues:
         return all(type(key) in _PLAIN and _is_whole(each) for key, each in value.items())
     if type(value) in (list, tuple):
         return all(map(_is_whole, value))  # type: ignore[call-overload]  # a list or a tuple

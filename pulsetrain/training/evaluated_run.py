@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pulsetrain.engine import Events
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.events.payloads import MetricsLogged
+from pulsetrain.engine.named_values import NamedValues
 from pulsetrain.familiar_names import missing_attribute
 from pulsetrain.training.arguments import named_loaders
 from pulsetrain.training.prediction import predict
@@ -60,7 +61,7 @@ class EvaluatedRun(RunView):
             ConfigurationError: a set is empty.
         """
         sets = loader if isinstance(loader, Mapping) else {"test": loader}
-        metrics: dict[str, float] = {}
+        metrics: NamedValues[float] = NamedValues()
         for name, each in sets.items():
             metrics.update(self._evaluate(each, name))
         self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics), observed=True)

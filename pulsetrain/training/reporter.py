@@ -16,6 +16,7 @@ from pulsetrain.engine.backends.trees import LaterMetrics
 from pulsetrain.engine.events.filters import NEVER, EventFilter
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.engine.named_values import NamedValues
 from pulsetrain.engine.step.log_point import LogPoint
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers import LossSpikeGuard, NaNGuard
@@ -115,7 +116,7 @@ class MetricsReporter:
         means = self._means("log", point, keep=provisional)
         if not means:
             return
-        metrics = {name: float(value) for name, value in means.items()}
+        metrics = NamedValues((name, float(value)) for name, value in means.items())
         self._warn_unless_finite(metrics["train/loss"])
         if stepper.grad_norm is not None:
             metrics["grad_norm"] = stepper.grad_norm.item()

@@ -27,6 +27,7 @@ from pulsetrain.engine.events.data_source import DataSource, IterableSource
 from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.engine.named_values import NamedValues
 from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
@@ -91,12 +92,12 @@ class Validator:
             raise ConfigurationError("Trainer.validate(): no validation set; pass val_loader to the Trainer")
         engine, start = self._engine, time.perf_counter()
         engine.fire(Events.VALIDATION_STARTED)
-        metrics: dict[str, float] = {}
+        metrics: NamedValues[float] = NamedValues()
         for name, loader in self.loaders.items():
             metrics.update(self.evaluation.run(name, loader))
             for matrix, value in self.evaluation.matrices.items() if engine.hears(Events.MEDIA_LOGGED) else ():
                 engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
-        metrics = {**self._reporter.values_of_sets(), **metrics}
+        metrics = NamedValues({**self._reporter.values_of_sets(), **metrics})
         self._heap.trim()
         self.validated_at = engine.state.iteration
         engine.state.metrics.update(metrics)
@@ -127,7 +128,7 @@ class Validator:
 
     def load_state_dict(self, state: StateDict) -> None:
         self.validated_at = state["validated_at"]
-        self._engine.state.metrics = metrics_to_save(state["metrics"])  # copies, which the run may change
+        self._engine.state.metrics = NamedValues(metrics_to_save(state["metrics"]))  # copies, which the run may change
         load_states_of_sets(self.loaders, self._run.train_loader, state.get("sets", {}))
 
 
@@ -222,13 +223,13 @@ class Evaluation:
             # Logits that stay would be the last block of a heap grown by this set, which then cannot be given back.
             state.output, state.batch = on_host(scalars(state.output)), None
         found = {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
-        return self._control.broadcast(found)
+        return NamedValues(self._control.broadcast(found))
 
     def _of_policy(self, name: str, rollouts: Any) -> dict[str, float]:
         """The metrics of a set whose texts the policy writes; its engine does not run, since there is no batch."""
         with self.engine.around_run():
             self._clear()
-            return self._control.broadcast(rollouts.evaluate_policy(name))
+            return NamedValues(self._control.broadcast(rollouts.evaluate_policy(name)))
 
     def _step(self, engine: Engine, batch: object) -> dict[str, Any]:
         backend = self.backend
@@ -265,7 +266,7 @@ class Evaluation:
         return means
 
     def _clear(self) -> None:
-        self._means, self.engine.state.metrics = {}, {}
+        self._means, self.engine.state.metrics = {}, NamedValues()
         if self._control.is_shared:  # inside of the contexts: of averaged weights, those that are validated
             pipeline = pipeline_of(self.store.module)
             if pipeline is not None:

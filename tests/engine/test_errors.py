@@ -21,6 +21,8 @@ from pulsetrain.engine.errors import (
     PulsetrainError,
     RecordingError,
     RunFolderError,
+    did_you_mean,
+    nearest,
     unknown_name,
 )
 from pulsetrain.engine.metrics import MetricTracker, RunningMean
@@ -82,6 +84,22 @@ def test_the_text_has_place_argument_value_and_rule(error: PulsetrainError, text
     assert error.argument == next(iter(error.arguments), None)
 
 
+def test_the_nearest_names_are_found_whatever_their_case_and_the_nearest_first() -> None:
+    names = ["train/loss", "val/loss", "epoch"]
+    assert nearest("Val/Loss", names, 3) == ["val/loss", "train/loss"]
+    assert nearest("Val/Los", names) == ["val/loss"]
+    assert nearest("xyz", names, 3) == []
+    assert did_you_mean("EPOHC", names) == "; did you mean 'epoch'?"
+    assert did_you_mean("xyz", names) == ""
+
+
+def test_names_are_compared_in_one_place() -> None:
+    folders = ("engine", "handlers", "pulsetrain")
+    files = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    users = {path.name for path in files if "get_close_matches" in path.read_text(encoding="utf-8")}
+    assert users == {"errors.py"}
+
+
 def test_rewording_renames_every_argument_and_keeps_the_notes() -> None:
     error = ConfigurationError("leaves nothing of {steps}", "Part", warmup=5, steps=None)
     error.add_note("at iteration 3")
@@ -90,6 +108,22 @@ def test_rewording_renames_every_argument_and_keeps_the_notes() -> None:
     )
     assert str(found) == "training.warmup=5: leaves nothing of training.steps=null"
     assert (found.argument, found.value, found.__notes__) == ("training.warmup", 5, ["at iteration 3"])
+
+
+def test_an_error_can_be_reworded_with_a_place_and_again() -> None:
+    error = ConfigurationError("is above {peak}; {floor} is lower", "part", floor=0.5, peak=0.1, size=3)
+    options = {"floor": "low", "peak": "options", "size": "options"}
+
+    def first(name: str, value: object) -> tuple[str, object]:
+        return options[name], value if name == "floor" else {name: value}
+
+    written = error.reworded(first, place="Whole")
+    assert str(written) == "Whole(): is above options={'peak': 0.1, 'size': 3}; low=0.5 is lower"
+    assert (written.place, written.argument, written.value) == ("Whole", "low", 0.5)
+    assert written.arguments == {"low": 0.5, "options": {"peak": 0.1, "size": 3}}
+    again = written.reworded(lambda name, value: (f"training.{name}", value))
+    assert str(again) == "is above training.options={'peak': 0.1, 'size': 3}; training.low=0.5 is lower"
+    assert pickle.loads(pickle.dumps(written)).arguments == written.arguments
 
 
 ROOT = Path(pulsetrain.__file__).parent.parent

@@ -6,10 +6,9 @@ import ast
 import operator
 import warnings
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
@@ -86,9 +85,8 @@ def field_of_event(node: ast.Name | ast.Attribute) -> Value:
         raise UnsupportedError(node, f"not supported; a condition may use {SYNTAX}")
     name = node.id
     if name not in FIELDS:
-        near = get_close_matches(name, FIELDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"events have {', '.join(FIELDS)}"
-        raise UnsupportedError(node, f"no field {name!r}; {hint}")
+        hint = did_you_mean(name, FIELDS) or f"; events have {', '.join(FIELDS)}"
+        raise UnsupportedError(node, f"no field {name!r}{hint}")
     return lambda event: parse_non_finite(getattr(event, name))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import traceback
 from dataclasses import FrozenInstanceError, dataclass
 
 import msgspec
@@ -68,6 +69,33 @@ def test_started_of_a_different_enum_is_a_different_event(other):
 
 def test_two_enums_of_one_name_hold_different_events():
     assert RolloutEvents.ROLLOUT_STARTED != same_name_elsewhere().ROLLOUT_STARTED
+
+
+@pytest.mark.parametrize(
+    ("enum", "name", "message"),
+    [
+        (Events, "ITERATION_COMPLETE", "Events has no event 'ITERATION_COMPLETE'; did you mean 'ITERATION_COMPLETED'?"),
+        (Events, "iteration_completed", "did you mean 'ITERATION_COMPLETED'?"),
+        (
+            RolloutEvents,
+            "REWARD_MESURED",
+            "RolloutEvents has no event 'REWARD_MESURED'; did you mean 'REWARD_MEASURED'",
+        ),
+        (RolloutEvents, "XYZ", "RolloutEvents has no event 'XYZ'; it has ROLLOUT_STARTED, REWARD_MEASURED"),
+    ],
+)
+def test_a_misspelt_member_is_answered_with_the_nearest(enum, name, message):
+    with pytest.raises(AttributeError) as caught:
+        getattr(enum, name)
+    assert message in str(caught.value)
+    assert not hasattr(enum, name)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.lower().count("did you mean") == message.count("did you mean")  # the interpreter adds none
+
+
+def test_a_name_of_a_library_s_protocol_is_absent_from_an_enum_of_events():
+    with pytest.raises(AttributeError, match=r"^_repr_html_$"):
+        getattr(Events, "_repr_html_")  # noqa: B009
 
 
 def test_a_filtered_event_equals_its_member_and_finds_it_in_a_table():

@@ -265,6 +265,12 @@ def test_a_misspelt_name_of_an_event_is_corrected(engine):
         engine.add_event_handler("epoch_complete", print)
 
 
+def test_a_misspelt_name_of_a_custom_event_is_corrected_and_of_no_other_enum(engine):
+    engine.register_events("games_won")
+    with pytest.raises(ValueError, match=r"did you mean 'games_won'\?"):
+        engine.add_event_handler("game_won", print)
+
+
 def test_a_callable_without_a_signature_is_a_value_error(engine):
     with pytest.raises(ValueError, match="no readable signature"):
         engine.add_event_handler(Events.STARTED, max)

@@ -65,7 +65,7 @@ def test_names_may_be_asked_for_in_their_underscore_form():
 @pytest.mark.parametrize("ask", ["get_history", "get_latest", "get_best", "__getitem__"])
 def test_an_unknown_name_is_answered_with_those_that_exist(ask):
     tracker = tracker_of(val__loss=[3.0], train__loss=[1.0])
-    message = r"^MetricTracker\(metric='val/los'\): this metric does not exist; there are: train/loss, val/loss; did"
+    message = r"^metric='val/los': this metric does not exist; there are: train/loss, val/loss; did you mean 'val/loss'"
     with pytest.raises(MetricNotFoundError, match=message) as caught:
         getattr(tracker, ask)("val/los")
     assert isinstance(caught.value, KeyError)  # what a mapping promises

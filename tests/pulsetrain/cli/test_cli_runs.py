@@ -91,7 +91,7 @@ def test_hostile_names_do_not_move_the_cursor(runs: Path, capsys: pytest.Capture
     [
         (
             ["--where", "training.learning_rat > 1"],
-            "no run has 'training.learning_rat'; did you mean training.learning_rate?",
+            "no run has 'training.learning_rat'; did you mean 'training.learning_rate'?",
         ),
         (["--where", "__import__('os')"], "not supported; a condition may use"),
         (

@@ -93,7 +93,7 @@ def test_without_textual_the_extra_is_named(
         (["notes", "--once"], "notes: is not a run folder; one has run.json, events"),
         (["notes"], "notes: is not a run folder"),
         (["run"], "is not a terminal; add --once"),
-        (["run", "--once", "--where", "evnt == 1"], "no field 'evnt'; did you mean event?"),
+        (["run", "--once", "--where", "evnt == 1"], "no field 'evnt'; did you mean 'event'?"),
     ],
 )
 def test_wrong_input_is_explained(

@@ -133,7 +133,7 @@ def test_a_filter_selects_events_and_a_wrong_one_is_explained(tmp_path: Path):
         assert app.focused is field
         field.value = "evnt == 3"
         await pilot.press("enter")
-        await until(pilot, lambda: "no field 'evnt'; did you mean event?" in screen(app))
+        await until(pilot, lambda: "no field 'evnt'; did you mean 'event'?" in screen(app))
         field.value = 'event == "validation_completed"'
         await pilot.press("enter")
         await until(pilot, lambda: len(events.events) == 3)
