@@ -34,8 +34,8 @@ def progress_line(watched: Watched) -> str:
         parts.append(f"{bar(found.share, _BAR)} {found.share:.0%}")
     parts.append(f"epoch {found.epoch:,}" + (f"/{found.total_epochs:,}" if found.total_epochs else ""))
     parts.append(f"iteration {found.iteration:,}" + (f"/{found.total_iterations:,}" if found.total_iterations else ""))
-    if found.seconds_left is not None:
-        parts.append(f"{timespan(found.seconds_left)} left")
+    if run.seconds_left is not None:
+        parts.append(f"{timespan(run.seconds_left)} left")
     return "  ".join(parts)
 
 

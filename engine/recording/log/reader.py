@@ -153,6 +153,12 @@ class EventLog:
         return [name for name in names if name]
 
     @property
+    def event_types(self) -> list[str]:
+        """The types of the events, in alphabetical order."""
+        sealed = {name for header in self.headers for each in header.engines.values() for name in each.events}
+        return sorted(sealed | {event.event for event in self._events})
+
+    @property
     def main_engine(self) -> str:
         """The engine of the training run: "trainer", or the first in the log."""
         names = self.engines
