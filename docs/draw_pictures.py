@@ -76,7 +76,7 @@ def draw_report(folder: Path) -> None:
     command(*words, "--train", folder=folder)
     runs = [f"runs/{name}" for name in ("baseline", "lower_rate", "fork_270")]
     command("report", *runs, "--into", "report.html", folder=folder)
-    with browser(1400, 1500) as chromium:
+    with browser(1400, 1455) as chromium:
         chromium.get((folder / "report.html").as_uri())
         until(chromium, "document.querySelectorAll('.scatterlayer .trace').length")
         chromium.get_screenshot_as_file(DOCS / "report.png")
@@ -90,7 +90,7 @@ def draw_schedules(folder: Path) -> None:
 
 
 def draw_serve(folder: Path) -> None:
-    """serve.png and serve_what_if.png: two views of the page, over five runs."""
+    """serve.png, serve_timeline.png and serve_what_if.png: views of the page, over five runs."""
     project(folder, {"class_path": "target_reached.AccuracyTargets"})
     names = [f"digits-{number}" for number in range(1, len(RATES) + 1)]
     for name, rate in zip(names, RATES, strict=True):
@@ -105,11 +105,12 @@ def draw_serve(folder: Path) -> None:
             assert server.stdout is not None
             address = server.stdout.readline().rpartition(": ")[2].strip()
             runs = [("run", name) for name in names]
-            for view, ready, picture in (
-                ("Curves", "document.querySelectorAll('.chart[data-points]').length > 5", "serve.png"),
-                ("What if", "document.querySelectorAll('tbody tr').length === 5", "serve_what_if.png"),
-                ("Timeline", "document.querySelectorAll('.chart .trace').length > 20", "serve_timeline.png"),
+            for view, height, ready, picture in (
+                ("Curves", 1000, "document.querySelectorAll('.chart[data-points]').length > 5", "serve.png"),
+                ("What if", 420, "document.querySelectorAll('tbody tr').length === 5", "serve_what_if.png"),
+                ("Timeline", 640, "document.querySelectorAll('.chart .trace').length > 20", "serve_timeline.png"),
             ):
+                resize(chromium, 1300, height)
                 chromium.get("about:blank")
                 chromium.get(f"{address}#{urlencode([('view', view), *runs])}")
                 until(chromium, ready)
@@ -190,11 +191,16 @@ def browser(width: int, height: int) -> Iterator[Any]:
         options.add_argument(argument)
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(_path_of("chromedriver")))
     try:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(driver, width, height)
         yield driver
     finally:
         driver.quit()
+
+
+def resize(chromium: Any, width: int, height: int) -> None:
+    """Give the window another size."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def until(chromium: Any, condition: str) -> None:

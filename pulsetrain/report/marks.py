@@ -36,7 +36,7 @@ class Mark:
 
     def __str__(self) -> str:
         more = "" if self.count == 1 else f", and {self.count - 1:,} more up to iteration {self.last:,}"
-        best = ", the best so far" + (" among them" if more else "") if self.kind == "best" else ""
+        best = ", best so far" + (" among them" if more else "") if self.kind == "best" else ""
         return f"{self.text}{more}{best}"
 
 

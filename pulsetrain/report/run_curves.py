@@ -209,7 +209,7 @@ class RunCurves:
         before, self._best[folder] = self._best.get(folder), mark
         if before is not None and before is not mark:
             before.kind = ""
-            before.text += f", the best until iteration {mark.last:,}" if before.count == 1 else ""
+            before.text += f", best until {mark.last:,}" if before.count == 1 else ""
 
     def _on_loaded(self, event: LoggedEvent) -> None:
         self._mark("start and end", f"loaded checkpoint {Path(str(_payload(event).get('path', ''))).name}")

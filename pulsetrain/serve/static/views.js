@@ -25,15 +25,15 @@ export function timeline(view) {
     const rows = [
       ...Object.entries(SYMBOLS).map(([name, symbol]) => ({ name, symbol, marks: ({ marks }) => marks[name] ?? [] })),
       ...custom.map((name) => ({ name: name.length > LONGEST ? `${name.slice(0, LONGEST - 3)}...` : name, symbol: CUSTOM, marks: (each) => each.custom[name] ?? [] })),
-    ];
+    ].filter((row, number) => !number || Object.values(found).some((each) => row.marks(each).length));
     const traces = Object.entries(found).flatMap(([run, each], index) =>
       rows.map((row, number) => [row, number, row.marks(each)]).filter(([, , marks]) => marks.length).map(([row, number, marks]) => ({
         type: "scatter", mode: "markers", name: plain(run),
         x: marks.map((mark) => mark[0]),
-        y: marks.map(() => rows.length - number - (index + 0.5) / runs.length),
+        y: marks.map(() => rows.length - number - 0.1 - (0.8 * (index + 0.5)) / runs.length),
         text: marks.map((mark) => `${plain(run)}: ${plain(mark[1].slice(0, 300))}`),
         hovertemplate: "%{text}<br>iteration %{x:,}<extra></extra>",
-        marker: { symbol: marks.map((mark) => KINDS[mark[2]]?.[0] ?? row.symbol), color: colorOf(run), size: marks.map((mark) => (mark[2] ? 11 : 8)), line: { color: colorOf(run), width: 1 } },
+        marker: { symbol: marks.map((mark) => KINDS[mark[2]]?.[0] ?? row.symbol), color: colorOf(run), opacity: 1, size: marks.map((mark) => (mark[2] ? 11 : 8)), line: { color: colorOf(run), width: 1 } },
       })));
     const kinds = new Set(Object.values(found).flatMap((each) => Object.values(each.marks).flat().map((mark) => mark[2])));
     const meanings = Object.entries(KINDS).filter(([kind]) => kinds.has(kind)).map(([, [, character, meaning]]) => `${character} ${meaning}`);

@@ -133,7 +133,7 @@ class TestRecord:
         assert texts(found, "start and end") == [(0, "started"), (12, "completed after 1 epoch")]
         assert texts(found, "epochs") == [(12, "epoch 1 completed")]
         assert texts(found, "validations") == [(12, "validated: val/loss 0.7, val/accuracy 0.8")]
-        assert texts(found, "checkpoints") == [(12, "checkpoint 000012-best saved, 2.0 MB, the best so far")]
+        assert texts(found, "checkpoints") == [(12, "checkpoint 000012-best saved, 2.0 MB, best so far")]
         assert texts(found, "anomalies") == []
 
     def test_rollouts_are_curves_and_marks(self, tmp_path):
@@ -229,9 +229,9 @@ class TestRecord:
             run.add("checkpoint_saved", iteration, payload=saved)
         found = record(run.end())
         assert texts(found, "checkpoints") == [
-            (1, "checkpoint 001 saved, 1.0 MB, the best until iteration 2"),
-            (1, "checkpoint 001 saved, 1.0 MB, the best so far"),
-            (2, "checkpoint 002 saved, 1.0 MB, the best so far"),
+            (1, "checkpoint 001 saved, 1.0 MB, best until 2"),
+            (1, "checkpoint 001 saved, 1.0 MB, best so far"),
+            (2, "checkpoint 002 saved, 1.0 MB, best so far"),
             (3, "checkpoint 003 saved, 1.0 MB"),
         ]
         assert [mark.kind for mark in found.marks["checkpoints"]] == ["", "best", "best", ""]
@@ -244,7 +244,7 @@ class TestRecord:
         found = record(run.end())
         best = [mark for mark in found.marks["checkpoints"] if mark.kind == "best"]
         assert [mark.iteration <= 3 * LIMIT - 3 <= mark.last for mark in best] == [True]
-        assert str(best[0]).endswith(", the best so far among them")
+        assert str(best[0]).endswith(", best so far among them")
 
     def test_superseded_events_are_left_out(self, tmp_path):
         run = Run(tmp_path)
