@@ -23,7 +23,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu pythons lowest install install-dev lint types contracts pytest architecture coverage faults ignite-suite docs dist format bench perf-check clean FORCE
+.PHONY: help demo test test-slow test-gpu pythons lowest install install-dev lint types contracts pytest architecture pictures coverage faults ignite-suite docs dist format bench perf-check clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +77,9 @@ docs: $(VENV)/installed-dev ## the documentation as a site, in build/site; warni
 
 architecture: $(VENV)/installed-dev ## draw docs/architecture.svg from the imports
 	@$(BIN)/python docs/draw_architecture.py
+
+pictures: $(VENV)/installed-dev ## draw the other pictures of docs/ from runs that are trained for it; needs Chromium; e.g. make pictures ARGS=report
+	@$(BIN)/python docs/draw_pictures.py $(ARGS)
 
 coverage: $(VENV)/installed-dev ## all tests, and the lines that they miss; fails below 90%
 	$(step) 'Coverage'

@@ -26,6 +26,7 @@ from pulsetrain.engine import (
     Topology,
 )
 from pulsetrain.sweep.spec import ENTRIES, Range, Spec
+from tests.support.chromium import headless, needs_chromium, until
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
@@ -63,6 +64,13 @@ def test_the_page_about_the_configuration_names_every_section_and_every_name_wit
     assert [name for name in names if f"[`{name}`][pulsetrain." not in page] == []
 
 
+@pytest.mark.parametrize("picture", sorted(path.name for path in (ROOT / "docs").glob("*.png")))
+def test_each_picture_is_on_a_page_and_is_drawn_by_a_command(picture: str):
+    assert picture in (ROOT / "docs" / "draw_pictures.py").read_text()
+    pages = [(ROOT / "README.md").read_text(), *((ROOT / "docs" / page).read_text() for page in PAGES)]
+    assert any(re.search(rf"!\[[^\]]+\]\((docs/)?{picture}\)", page) for page in pages)
+
+
 def test_a_field_without_a_description_is_refused():
     @dataclass
     class Settings:
@@ -80,22 +88,45 @@ def test_a_field_without_a_description_is_refused():
         REFERENCE["fields_of"](Settings)
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     assert not done.stderr.strip(), done.stderr
-    pages = list(tmp_path.rglob("*.html"))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(site: Path):
+    pages = list(site.rglob("*.html"))
     assert len(pages) > len(PAGES) + 20  # with the reference
     for page in pages:
         text = page.read_text()
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"(https?:[^\"]*)\"", text)
         loaded += re.findall(r"<link[^>]* href=\"(https?:[^\"]*)\"", text)
         assert loaded == [], page.name
-    trainer = (tmp_path / "reference" / "pulsetrain.html").read_text()
+    trainer = (site / "reference" / "pulsetrain.html").read_text()
     assert 'id="pulsetrain.trainer.Trainer"' in trainer
     assert "&gt;&gt;&gt;" in trainer
+
+
+@needs_chromium[0]
+@needs_chromium[1]
+def test_the_search_works_on_pages_that_are_opened_from_disk(site: Path):
+    with headless() as browser:
+        browser.get((site / "tutorial.html").as_uri())
+        field = browser.find_element("css selector", "[data-md-component=search-query]")
+        browser.execute_script("arguments[0].focus()", field)
+        field.send_keys("early stopping")
+        found = "[...document.querySelectorAll('.md-search-result__link')].map(each => each.href)"
+        links = until(browser, lambda: browser.execute_script(f"return {found}"))
+        assert any("/handlers.html" in link for link in links)
+        assert all(link.startswith(site.as_uri()) for link in links)
+        loaded = "[...document.querySelectorAll('script[src], link, img')].map(each => each.src || each.href)"
+        assert all(each.startswith("file:") for each in browser.execute_script(f"return {loaded}"))
+        assert [line for line in browser.get_log("browser") if line["level"] == "SEVERE"] == []

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
-from itertools import groupby
-from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulsetrain.report.curve import POINTS, Floats
-from pulsetrain.report.facts import Facts
-from pulsetrain.report.marks import ROWS, Mark
-from pulsetrain.report.processes import Processes
-from pulsetrain.report.record import EACH_ITERATION, RATES, RunRecord
+from pulsetrain.report.record import EACH_ITERATION, RATES
+from pulsetrain.report.reported_run import ReportedRun
+from pulsetrain.report.timeline import (
+    INK,
+    Plotly,
+    legend,
+    plain,
+    timeline_axis,
+    timeline_bands,
+    timeline_height,
+    timeline_margin,
+    timeline_rows,
+    timeline_traces,
+)
 
-__all__ = ["PALETTE", "Plotly", "ReportedRun", "figure_of"]
+__all__ = ["figure_of"]
 
-Plotly: TypeAlias = dict[str, Any]  # a figure, or a part of one, in the form that plotly validates
-
-PALETTE = ("#2563eb", "#d97706", "#059669", "#9333ea", "#0891b2", "#be185d", "#65a30d", "#57534e")
-INK, MUTED, GRID, ALARM = "#1f2937", "#6b7280", "#e5e7eb", "#dc2626"
+MUTED, GRID = "#6b7280", "#e5e7eb"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-KINDS = {"completed": "circle", "stopped": "square", "failed": "x", "fork": "diamond", "best": "star"}
-SYMBOLS = dict(zip(ROWS, ("triangle-right", "line-ns", "triangle-up", "circle", "square", "x"), strict=True))
 ALL_POINTS = 240_000  # of all curves together: a browser draws so many without delay
 HOVER = "%{y:.6g}  <i>at %{x:,d}</i>"
 MARKED = 60  # a curve of at most so many points has a marker for each, and is not smoothed
@@ -41,31 +41,15 @@ UNITS = {
 # pixels
 TOP, BOTTOM, LEFT, RIGHT, GAP = 82, 48, 74, 24, 70
 LEGEND_LINE, LEGEND_WIDTH = 20, 1000
-PANEL, PANEL_GAP, LANE, LANE_GAP = 216, 66, 13, 14
-
-
-@dataclass(frozen=True)
-class ReportedRun:
-    """A run in a report."""
-
-    name: str  # unique in the report
-    color: str
-    record: RunRecord
-    facts: Facts
-    processes: Processes | None = None  # of several
-
-    @property
-    def damage(self) -> list[str]:
-        """The damaged parts of its logs."""
-        return [*self.record.damage, *(self.processes.damage if self.processes is not None else ())]
+PANEL, PANEL_GAP = 216, 66
 
 
 def figure_of(runs: Sequence[ReportedRun]) -> Plotly:
     """The figure as plain values and arrays."""
     names = _in_order(runs)
     columns = 1 if len(names) == 1 else 2
-    rows = [row for row in ROWS if row == ROWS[0] or any(run.record.marks[row] for run in runs)]
-    timeline = len(rows) * _lane(len(runs))
+    rows = timeline_rows(runs)
+    timeline = timeline_height(rows, len(runs))
     panel_rows = -(-len(names) // columns)
     top = TOP + LEGEND_LINE * _legend_lines(runs)
     height = top + timeline + GAP + panel_rows * (PANEL + PANEL_GAP) - PANEL_GAP + BOTTOM
@@ -74,11 +58,11 @@ def figure_of(runs: Sequence[ReportedRun]) -> Plotly:
     def domain(start: int, size: int) -> list[float]:
         return [max(0.0, 1 - (start + size) / inner), 1 - start / inner]
 
-    traces = list(_timeline(runs, rows))
-    layout = _layout(height, top)
+    traces = list(timeline_traces(runs, rows))
+    layout = _layout(height, top, max(LEFT, timeline_margin(rows)))
     layout["xaxis"] = _x_axis("y", title=not names)
-    layout["yaxis"] = _timeline_axis(rows, domain(0, timeline))
-    shapes, annotations = list(_bands(rows)), [_heading("timeline", "events of the runs", 0.0, 1.0)]
+    layout["yaxis"] = timeline_axis(rows, domain(0, timeline))
+    shapes, annotations = list(timeline_bands(rows)), [_heading("timeline", legend(rows), 0.0, 1.0)]
     chosen = 1 if len(runs) > 1 else 0  # curves drawn over each other are easier to distinguish when they are smooth
     limit = max(200, min(POINTS, ALL_POINTS // max(1, sum(len(run.record.curves) for run in runs))))
     reach = _reach(runs)
@@ -146,7 +130,7 @@ def _curve(run: ReportedRun, name: str, limit: int, reach: float) -> Iterator[Pl
     trace = {
         "type": "scatter",
         "mode": "lines+markers" if marked else "lines",
-        "name": _text(run.name),
+        "name": plain(run.name),
         "legendgroup": run.name,
         "showlegend": False,
         "marker": {"size": 5},
@@ -157,105 +141,15 @@ def _curve(run: ReportedRun, name: str, limit: int, reach: float) -> Iterator[Pl
     yield {**trace, "x": _whole(at), "y": values}
     for label, share, most in () if alone else SMOOTHING:
         at, values = curve.smoothed(max(share * reach, 1.0), most, limit)
-        smooth = {"mode": "lines", "name": f"{_text(run.name)}, {label}ly smoothed"}
+        smooth = {"mode": "lines", "name": f"{plain(run.name)}, {label}ly smoothed"}
         yield {**trace, **smooth, "line": {"color": run.color, "width": 2.2}, "x": _whole(at), "y": values}
-
-
-def _timeline(runs: Sequence[ReportedRun], rows: Sequence[str]) -> Iterator[Plotly]:
-    for number, run in enumerate(runs):
-        key = {"type": "scatter", "name": _text(run.name), "legendgroup": run.name, "xaxis": "x", "yaxis": "y"}
-        line = {"color": run.color, "width": 3}
-        yield {**key, "mode": "lines", "x": [None], "y": [None], "line": line, "hoverinfo": "skip"}
-        first, last = run.record.first_iteration or 0, run.record.iteration
-        for index, row in enumerate(rows):
-            marks = list(run.record.marks[row])
-            if row == ROWS[0] and run.facts.parent is not None:
-                marks.append(_fork_mark(run))
-            level = _level(index, number, len(runs))
-            if row == ROWS[0]:
-                life = {"mode": "lines", "x": [first, last], "y": [level, level], "line": {**line, "width": 2}}
-                yield {**key, **life, "showlegend": False, "hoverinfo": "skip", "opacity": 0.35}
-            if not marks:
-                continue
-            at, texts, kinds = _grouped(marks)
-            yield {
-                **key,
-                "mode": "markers",
-                "showlegend": False,
-                "x": at,
-                "y": [level] * len(at),
-                "hovertext": texts,
-                "hovertemplate": "%{hovertext}  <i>at %{x:,d}</i>",
-                "marker": {
-                    "symbol": [KINDS.get(kind, SYMBOLS[row]) for kind in kinds],
-                    "size": [11 if kind in KINDS else 9 for kind in kinds],
-                    "color": run.color,
-                    "opacity": 1,
-                    "line": {"color": run.color, "width": 1.5 if row == "epochs" else 0},
-                },
-            }
-
-
-def _grouped(marks: Sequence[Mark]) -> tuple[list[int], list[str], list[str]]:
-    """The marks by iteration: iterations, texts, and kinds."""
-    at, texts, kinds = [], [], []
-    for iteration, same in groupby(sorted(marks, key=lambda mark: mark.iteration), key=lambda mark: mark.iteration):
-        found = {str(mark): mark.kind for mark in same}
-        at.append(iteration)
-        texts.append(_wrapped("; ".join([*found][:12])))
-        kinds.append(next(filter(None, reversed(found.values())), ""))
-    return at, texts, kinds
-
-
-def _fork_mark(run: ReportedRun) -> Mark:
-    parent = run.facts.parent or {}
-    at = _fork_iteration(run)
-    changed = parent.get("changed")
-    text = f"forked from {parent.get('run')}" + (f": {'; '.join(map(str, changed))}" if changed else "")
-    return Mark(at, text, at, kind="fork")
-
-
-def _fork_iteration(run: ReportedRun) -> int:
-    at = (run.facts.parent or {}).get("iteration")
-    return at if isinstance(at, int) else run.record.first_iteration or 0
 
 
 def _forks(runs: Sequence[ReportedRun], x: str, y: str) -> Iterator[Plotly]:
     for run in runs:
         if run.facts.parent is not None:
-            at, line = _fork_iteration(run), {"color": run.color, "width": 1, "dash": "dot"}
+            at, line = run.fork_iteration, {"color": run.color, "width": 1, "dash": "dot"}
             yield {"type": "line", "xref": x, "yref": f"{y} domain", "x0": at, "x1": at, "y0": 0, "y1": 1, "line": line}
-
-
-def _lane(runs: int) -> int:
-    return LANE * runs + LANE_GAP
-
-
-def _level(row: int, run: int, runs: int) -> float:
-    """The height of a run's marks: each row of the timeline is a lane of height 1 with a line for each run."""
-    return row + (LANE_GAP / 2 + (run + 0.5) * LANE) / _lane(runs)
-
-
-def _timeline_axis(rows: Sequence[str], domain: list[float]) -> Plotly:
-    names = [f'<span style="color:{ALARM}">{row}</span>' if row == "anomalies" else row for row in rows]
-    return {
-        "anchor": "x",
-        "domain": domain,
-        "range": [len(rows), 0],
-        "tickvals": [index + 0.5 for index in range(len(rows))],
-        "ticktext": names,
-        "showgrid": False,
-        "zeroline": False,
-        "fixedrange": True,
-        "tickfont": {"size": 11, "color": INK},
-    }
-
-
-def _bands(rows: Sequence[str]) -> Iterator[Plotly]:
-    for index, row in enumerate(rows):
-        color = "#fef2f2" if row == "anomalies" else "#f9fafb" if index % 2 == 0 else "#ffffff"
-        box = {"xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "y0": index, "y1": index + 1}
-        yield {"type": "rect", **box, "fillcolor": color, "line": {"width": 0}, "layer": "below"}
 
 
 _AXIS = {
@@ -288,10 +182,10 @@ def _x_axis(anchor: str, title: bool) -> Plotly:
     return axis
 
 
-def _layout(height: int, top: int) -> Plotly:
+def _layout(height: int, top: int, left: int) -> Plotly:
     return {
         "height": height,
-        "margin": {"t": top, "b": BOTTOM, "l": LEFT, "r": RIGHT},
+        "margin": {"t": top, "b": BOTTOM, "l": left, "r": RIGHT},
         "paper_bgcolor": "#ffffff",
         "plot_bgcolor": "#ffffff",
         "font": {"family": FONT, "size": 12, "color": INK},
@@ -325,7 +219,7 @@ def _legend_lines(runs: Sequence[ReportedRun]) -> int:
 
 def _heading(name: str, unit: str, left: float, top: float) -> Plotly:
     grey = f'  <span style="color:{MUTED};font-size:11px">{unit}</span>' if unit else ""
-    text = {"text": f"<b>{_text(name)}</b>{grey}", "showarrow": False, "font": {"size": 13, "color": INK}}
+    text = {"text": f"<b>{plain(name)}</b>{grey}", "showarrow": False, "font": {"size": 13, "color": INK}}
     anchor = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 6}
     return {**anchor, "x": left, "y": top, **text}
 
@@ -374,13 +268,3 @@ def _reach(runs: Sequence[ReportedRun]) -> float:
 
 def _whole(at: Floats) -> NDArray[np.signedinteger]:
     return at.astype(np.int32 if at.max(initial=0) < 2**31 else np.int64)
-
-
-def _text(text: str) -> str:
-    """Escaped, since plotly interprets some tags and entities."""
-    return escape(text, quote=False)
-
-
-def _wrapped(text: str) -> str:
-    short = textwrap.shorten(text, 400, placeholder=" ...") if len(text) > 400 else text
-    return "<br>".join(_text(line) for line in textwrap.wrap(short, 90) or [""])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ROWS", "Mark", "Marks"]
+__all__ = ["CUSTOM_ROWS", "OTHERS", "ROWS", "Mark", "Marks"]
 
 ROWS = (
     "start and end",
@@ -15,6 +15,8 @@ ROWS = (
     "checkpoints",
     "anomalies",
 )  # from the top
+CUSTOM_ROWS = 8  # types of a user's own events that have a row each, below the others
+OTHERS = "other events"  # the row of the rest
 LIMIT = 1000  # marks of one row and run
 
 
@@ -30,12 +32,12 @@ class Mark:
     text: str
     last: int  # iteration of the last time
     count: int = 1
-    kind: str = ""  # decides its symbol, such as "failed"
+    kind: str = ""  # decides its symbol, such as "failed"; "best" is the best checkpoint so far
 
     def __str__(self) -> str:
-        if self.count == 1:
-            return self.text
-        return f"{self.text}, and {self.count - 1:,} more up to iteration {self.last:,}"
+        more = "" if self.count == 1 else f", and {self.count - 1:,} more up to iteration {self.last:,}"
+        best = ", best so far" + (" among them" if more else "") if self.kind == "best" else ""
+        return f"{self.text}{more}{best}"
 
 
 class Marks:
@@ -55,7 +57,8 @@ class Marks:
         """Add an occurrence after the others; returns the mark that represents it."""
         mark = Mark(iteration, text, iteration, kind=kind)
         if self._size > 1 and self._marks[-1].count < self._size:
-            return _joined(self._marks[-1], mark)
+            self._marks[-1] = _joined(self._marks[-1], mark)
+            return self._marks[-1]
         self._marks.append(mark)
         if len(self._marks) > LIMIT:
             self._size *= 2
@@ -66,5 +69,8 @@ class Marks:
 
 
 def _joined(first: Mark, second: Mark) -> Mark:
-    first.last, first.count, first.kind = second.last, first.count + second.count, first.kind or second.kind
-    return first
+    """One mark for both: the one with a kind, so that its kind can still be changed by the caller that added it."""
+    kept = second if second.kind and not first.kind else first
+    count = first.count + second.count
+    kept.iteration, kept.text, kept.last, kept.count = first.iteration, first.text, second.last, count
+    return kept

@@ -9,10 +9,11 @@ from html import escape
 from pulsetrain.engine.durations import duration
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.recording.diff.result import describe_event
+from pulsetrain.engine.recording.diff.sides import Side
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.facts import ABSENT, Row, compared, settings_of
-from pulsetrain.report.figure import ReportedRun
+from pulsetrain.report.reported_run import ReportedRun
 from pulsetrain.report.style import STYLE
 
 __all__ = ["page_of"]
@@ -81,7 +82,9 @@ def _card(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
         rows.append(("started", f"{facts.starts} times"))
     if facts.parent is not None:
         rows.append(("parent", _lineage(facts.parent, runs)))
-    rows.append(("events", f"{len(record.log):,}"))
+    rows.append(
+        ("events", f"{len(record.log):,}, of which {len(Side(record.log)):,} are deterministic (see pulsetrain diff)")
+    )
     rows.append(("folder", str(record.folder)))
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
     return (

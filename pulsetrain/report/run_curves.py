@@ -13,7 +13,7 @@ from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.export.event_formats import format_rows
 from pulsetrain.report.curve import Curve, Floats
-from pulsetrain.report.marks import ROWS, Mark, Marks
+from pulsetrain.report.marks import CUSTOM_ROWS, OTHERS, ROWS, Mark, Marks
 
 __all__ = ["EACH_ITERATION", "RATES", "RunCurves"]
 
@@ -21,6 +21,11 @@ EACH_ITERATION = "each iteration"  # ends the names of values in the outputs of 
 RATES = ("samples_per_second", "tokens_per_second")
 _TEXTS, _CHARACTERS = 32, 4000  # as many names of texts are kept, and as much of each
 _PER_UPDATE = ("learning_rate", "grad_norm")  # taken from every update if recorded, and else from logged metrics
+_NOT_SHOWN = frozenset({
+    "get_batch_started", "get_batch_completed", "iteration_started", "dataloader_stop_iteration",
+    "terminate_single_epoch", "optimizer_step_completed", "validation_started", "rollout_started", "rewards_computed",
+    "state_fingerprinted", "batch_fingerprinted", "log_resumed", "log_thinned", "log_lost",
+})  # fmt: skip  # of our own events; any other type that is not read is an event of the user
 
 
 class RunCurves:
@@ -47,6 +52,8 @@ class RunCurves:
         self.rolled_out: dict[str, None] = {}  # names of rollout metrics
         self.texts: dict[str, tuple[int, str]] = {}  # the latest text of each name, and its iteration
         self.marks: dict[str, Marks] = {row: Marks() for row in ROWS}
+        self.custom: dict[str, Marks] = {}  # of the user's own events, by type
+        self._best: dict[Path, Mark] = {}  # the best checkpoint of each folder
         self.iteration = self.epoch = 0
         self.first_iteration: int | None = None
         self.times: tuple[int, int] | None = None  # ns since 1970, of the first event and the last
@@ -56,7 +63,7 @@ class RunCurves:
         self._streaks: dict[str, Mark] = {}  # curves whose latest values are not finite
         self._groups: list[Curve] = []  # learning rates
         self.tokens: Curve = self.make_curve()  # that were trained until an iteration; empty if the run counts none
-        of_the_engine: dict[str, Callable[[LoggedEvent], None]] = {
+        self._of_the_engine: dict[str, Callable[[LoggedEvent], None]] = {
             "iteration_completed": self._on_iteration,
             "gradients_ready": self._on_gradients,
             "started": self._on_started,
@@ -67,7 +74,7 @@ class RunCurves:
             "checkpoint_saved": self._on_checkpoint,
             "checkpoint_loaded": self._on_loaded,
         }
-        self._of_any: dict[str, Callable[[LoggedEvent], None]] = {
+        of_any: dict[str, Callable[[LoggedEvent], None]] = {
             "metrics_logged": self._on_metrics,
             "media_logged": self._on_media,
             "validation_completed": self._on_validation,
@@ -80,26 +87,24 @@ class RunCurves:
             "ranks_diverged": self._on_diverged,
             "preempted": self._on_preempted,
         }
-        self._of_both = {**of_the_engine, **self._of_any}
+        self._of_both = {**self._of_the_engine, **of_any}
 
-    @property
-    def read(self) -> frozenset[str]:
-        """The types of the events that it reads."""
-        return frozenset(self._of_both)
+    def reads(self, event_type: str) -> bool:
+        """Whether it reads events of this type."""
+        return event_type not in _NOT_SHOWN
 
     def add(self, event: LoggedEvent) -> None:
-        """Read the next event, in the order of the log; any type that is not in `read` is ignored."""
-        is_main = event.engine == self.engine
-        handle = (self._of_both if is_main else self._of_any).get(event.event)
-        if event.event in self._of_both:
-            self.times = (self.times[0] if self.times else event.t, event.t)
-        if handle is None:
+        """Read the next event, in the order of the log; any type that it does not read is ignored."""
+        if event.event in _NOT_SHOWN:
             return
-        if is_main:
+        self.times = (self.times[0] if self.times else event.t, event.t)
+        if event.engine == self.engine:
             if self.first_iteration is None:
                 self.first_iteration = event.iteration
             self.iteration, self.epoch = event.iteration, event.epoch
-        handle(event)
+        elif event.event in self._of_the_engine:
+            return
+        self._of_both.get(event.event, self._on_custom)(event)
 
     def make_curve(self) -> Curve:
         """An empty curve."""
@@ -196,8 +201,15 @@ class RunCurves:
         name = Path(str(saved.get("path", ""))).name
         size = saved.get("bytes")
         text = f"checkpoint {name} saved" + (f", {size / 1e6:,.1f} MB" if isinstance(size, int) else "")
-        best, kind = (", the best so far", "best") if saved.get("is_best") else ("", "")
-        self._mark("checkpoints", text + best, saved.get("iteration"), kind)
+        if not saved.get("is_best"):
+            self._mark("checkpoints", text, saved.get("iteration"))
+            return
+        mark = self._mark("checkpoints", text, saved.get("iteration"), "best")
+        folder = Path(str(saved.get("path", ""))).parent
+        before, self._best[folder] = self._best.get(folder), mark
+        if before is not None and before is not mark:
+            before.kind = ""
+            before.text += f", best until {mark.last:,}" if before.count == 1 else ""
 
     def _on_loaded(self, event: LoggedEvent) -> None:
         self._mark("start and end", f"loaded checkpoint {Path(str(_payload(event).get('path', ''))).name}")
@@ -224,6 +236,14 @@ class RunCurves:
 
     def _on_diverged(self, event: LoggedEvent) -> None:
         self._mark("anomalies", f"the processes differ: {describe_divergence(_payload(event))}")
+
+    def _on_custom(self, event: LoggedEvent) -> None:
+        row = event.event if event.event in self.custom or len(self.custom) < CUSTOM_ROWS else OTHERS
+        engine = "" if event.engine == self.engine else f" of {event.engine}"
+        values = event.payload.items() if type(event.payload) is dict else [("", event.payload)]
+        texts = [f"{name} {_number(value)}".strip()[:80] for name, value in values if value is not None][:6]
+        text = f"{event.event}{engine}" + (f": {', '.join(texts)}" if texts else "")
+        self.custom.setdefault(row, Marks()).add(self.iteration, text)
 
     def _on_preempted(self, event: LoggedEvent) -> None:
         self._mark("start and end", f"received {_payload(event).get('signal')}")

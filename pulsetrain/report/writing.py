@@ -12,10 +12,11 @@ from pulsetrain.engine.optional import load_optional
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.facts import read_facts
-from pulsetrain.report.figure import PALETTE, ReportedRun, figure_of
+from pulsetrain.report.figure import figure_of
 from pulsetrain.report.page import page_of
 from pulsetrain.report.processes import read_processes
 from pulsetrain.report.record import RunRecord
+from pulsetrain.report.reported_run import PALETTE, ReportedRun
 
 __all__ = ["Report", "write_report"]
 

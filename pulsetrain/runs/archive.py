@@ -25,6 +25,7 @@ from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.credentials import without_credentials
+from pulsetrain.runs.progress import Progress
 from pulsetrain.runs.summary import RunSummary, Status, is_run, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
@@ -151,7 +152,7 @@ def summarize_archive(path: Path) -> RunSummary:
     except (RunFolderError, OSError, zipfile.BadZipFile) as error:
         nothing: dict[str, float] = {}
         return RunSummary(
-            path, "", Status.ARCHIVED, str(error), 0, 0, None, None, None, None, nothing, nothing, {}, (), None, 1
+            path, "", Status.ARCHIVED, str(error), Progress(), None, None, nothing, nothing, {}, (), None, 1
         )
     reason = f"{found.status.value}{f': {found.reason}' if found.reason else ''}"
     return replace(found, folder=path, status=Status.ARCHIVED, reason=reason)

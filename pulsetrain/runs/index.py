@@ -18,7 +18,7 @@ from pulsetrain.runs.tags import TAGS_FILE
 __all__ = ["INDEX", "RunIndex", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 4  # of what is remembered
+_VERSION = 5  # of what is remembered
 _DEPTH = 6  # folders below the root
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run

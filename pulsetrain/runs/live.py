@@ -5,22 +5,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, logged_ranks
+from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.engine.recording.where import Position, stragglers
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.marks import Mark
 from pulsetrain.report.processes import hosts_of
 from pulsetrain.runs.live_rank import LiveRank
+from pulsetrain.runs.progress import Progress, progress_of
 from pulsetrain.runs.summary import PARTS, Status, is_run, status_of
 
-__all__ = ["LiveEvent", "LiveRun", "Progress", "Where"]
+__all__ = ["LiveEvent", "LiveRun", "Where"]
 
 _NEWEST = 2000  # events that are kept
 _MATCHES = 500  # of them that are kept for a condition
@@ -36,18 +37,6 @@ class LiveEvent(NamedTuple):
 
     rank: int
     event: LoggedEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run is."""
-
-    epoch: int
-    iteration: int
-    total_epochs: int | None
-    total_iterations: int | None
-    share: float | None  # of its length, from 0 to 1; None if that is not known
-    seconds_left: float | None  # at the mean speed since its start, validations included; None if not known
 
 
 class LiveRun:
@@ -92,6 +81,7 @@ class LiveRun:
         self._damage: list[str] = []  # that the log shows without being read
         self._judged: tuple[int, bool] | None = None  # for which generation and state that was found
         self._status: tuple[Status, str] | None = None
+        self._settings: tuple[tuple[int, int] | None, Json] | None = None  # of run.json, and when they were read
         self.is_there = False  # whether there is a log
         if folder.exists() and not _may_become_a_run(folder):
             raise RunFolderError(f"{folder}: is not a run folder; one has {', '.join(PARTS)}")
@@ -234,20 +224,22 @@ class LiveRun:
 
     @property
     def progress(self) -> Progress:
-        """How far it is, and how long it will take."""
+        """How far it is."""
         main = self.main
-        bounds = {} if main is None else main.bounds
-        epoch, iteration = (0, 0) if main is None else (main.epoch, main.iteration)
-        epochs, total = bounds.get("max_epochs"), bounds.get("total_iterations")
-        if epochs is None and total is None:
-            settings = read_run_file(self.folder).get("settings")
-            epochs = settings.get("max_epochs") if isinstance(settings, dict) else None
-        share = min(iteration / total, 1.0) if total else min(max(epoch - 1, 0) / epochs, 1.0) if epochs else None
-        left = None
-        if total and main is not None and main.started is not None and self.status is Status.RUNNING:
-            done, seconds = iteration - main.started[0], (self.updated or 0.0) - main.started[1] / 1e9
-            left = (total - iteration) * seconds / done if done > 0 and seconds > 0 else None
-        return Progress(epoch, iteration, epochs, total, share, left)
+        if main is None:
+            return Progress()
+        if self._settings is None or self._settings[0] != main.started or self._settings[1] is None:
+            self._settings = main.started, read_run_file(self.folder).get("settings")
+        return progress_of(main.epoch, main.iteration, main.completed_epochs, main.bounds, self._settings[1])
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long it will take, at its mean speed since its start, validations included; None if that is not known."""
+        main, total = self.main, self.progress.total_iterations
+        if not total or main is None or main.started is None or self.status is not Status.RUNNING:
+            return None
+        done, seconds = main.iteration - main.started[0], (self.updated or 0.0) - main.started[1] / 1e9
+        return (total - main.iteration) * seconds / done if done > 0 and seconds > 0 else None
 
     @property
     def positions(self) -> list[Position]:

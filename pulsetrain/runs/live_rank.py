@@ -12,6 +12,7 @@ from pulsetrain.engine.recording.log.stall import read_stall
 from pulsetrain.engine.recording.where import Position
 from pulsetrain.report.mean_time import LOADING, STEP, MeanTime
 from pulsetrain.report.run_curves import RATES, RunCurves
+from pulsetrain.runs.progress import BEGINNINGS, EPOCHS, bounds_of, completed_epochs_of
 
 __all__ = ["LiveRank"]
 
@@ -23,7 +24,7 @@ _MEMORY = (
     "memory/host_rss_bytes",
     "memory/host_peak_bytes",
 )  # the first that is there
-_BEGINNINGS = frozenset({"started", "epoch_started"})  # whose payloads have the length of the run
+_BOUNDS = BEGINNINGS | EPOCHS
 _NOTHING = LoggedEvent(event="no event")
 _MARKED = frozenset(
     {"started", "completed", "terminate", "interrupt", "exception_raised", "handler_failed", "anomaly_detected"}
@@ -55,6 +56,7 @@ class LiveRank:
         self.started: tuple[int, int] | None = None  # iteration and time of its newest start
         self.measured: dict[str, float] = {}  # newest values of rates and of memory, by their names
         self.bounds: dict[str, int] = {}  # the length of the run, as it was reported last
+        self.completed_epochs: int | None = None  # as the newest event of an epoch says
         self._step, self._loading = MeanTime(*STEP, recent=_RECENT), MeanTime(*LOADING, recent=_RECENT)
         self._times: deque[int] = deque(maxlen=_RECENT)  # of the ends of iterations, nanoseconds
 
@@ -82,14 +84,13 @@ class LiveRank:
             names = [event.engine for event in events if event.engine]
             self.engine = "trainer" if "trainer" in names else next(iter(names), "")
             self.curves = RunCurves(self.engine)
-        wanted = self.curves.read if not self.rank else _MARKED
         for event in events:  # of a log of 100,000 iterations 400,000, when it is opened
             name = event.event
-            if name in wanted:
+            if (name in _MARKED) if self.rank else self.curves.reads(name):
                 self.curves.add(event)
             if name == "metrics_logged":
                 self._measure(event)
-            elif name in _BEGINNINGS and event.engine == self.engine:
+            elif name in _BOUNDS and event.engine == self.engine:
                 self._note_bounds(event)
         for event in events[-_TIMED:]:
             if event.engine == self.engine:
@@ -115,8 +116,9 @@ class LiveRank:
     def _note_bounds(self, event: LoggedEvent) -> None:
         if event.event == "started":
             self.started = event.iteration, event.t
-        if isinstance(event.payload, dict):
-            self.bounds = {name: each for name, each in event.payload.items() if type(each) is int}
+        self.bounds = bounds_of(event) or self.bounds
+        completed = completed_epochs_of(event)
+        self.completed_epochs = self.completed_epochs if completed is None else completed
 
     def _measure(self, event: LoggedEvent) -> None:
         metrics = event.payload.get("metrics") if isinstance(event.payload, dict) else None

@@ -23,6 +23,7 @@ from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent, decode
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
+from pulsetrain.runs.progress import BEGINNINGS, EPOCHS, Progress, bounds_of, completed_epochs_of, progress_of
 from pulsetrain.runs.tags import read_tags
 
 __all__ = [
@@ -44,7 +45,6 @@ PARTS = ("run.json", "events")
 _KEPT = frozenset({"checkpoints", "metrics.csv", "plots", "crash", "crash.txt"})
 _JUDGED = frozenset({"validation_completed", "rollout_completed"})
 _REPORTED = frozenset({*_JUDGED, "metrics_logged", "policy_updated"})
-_BEGINNINGS = frozenset({"started", "epoch_started"})
 _PATIENCE = 20.0  # times the longest recent gap between two events, after which a run that is not ended is stalled
 _LEAST_PATIENCE = 60.0  # seconds
 _RECENT = 200  # events
@@ -70,10 +70,7 @@ class RunSummary:
     id: str
     status: Status
     reason: str  # why it stopped or failed, or what could not be read; "" if there is nothing to say
-    epoch: int
-    iteration: int
-    total_epochs: int | None
-    total_iterations: int | None
+    reached: Progress
     started: float | None  # seconds since 1970, of its first start
     updated: float | None  # of its newest event
     last: Mapping[str, float]  # the newest value of each metric
@@ -89,11 +86,29 @@ class RunSummary:
         return self.folder.name
 
     @property
+    def epoch(self) -> int:
+        """The number of the epoch."""
+        return self.reached.epoch
+
+    @property
+    def iteration(self) -> int:
+        """The number of the iteration."""
+        return self.reached.iteration
+
+    @property
+    def total_epochs(self) -> int | None:
+        """Its length in epochs; None if it is not bounded by them."""
+        return self.reached.total_epochs
+
+    @property
+    def total_iterations(self) -> int | None:
+        """Its length in iterations; None if that is not known."""
+        return self.reached.total_iterations
+
+    @property
     def progress(self) -> float | None:
         """The share of its length that it has trained, from 0 to 1; None if its length is not known."""
-        if self.total_iterations:
-            return min(self.iteration / self.total_iterations, 1.0)
-        return min(self.epoch / self.total_epochs, 1.0) if self.total_epochs else None
+        return self.reached.share
 
 
 def is_run(folder: Path) -> bool:
@@ -148,17 +163,13 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
     status, reason = status_of(folder, seen.ending, seen.updated, seen.gap, time.time() if now is None else now)
     with suppress(OSError):
         problem = problem or ("damaged log" if log is not None and log.damage else "")
-    totals = _totals(described, seen)
     parent = described.get("parent")
     return RunSummary(
         folder=folder,
         id=str(described.get("id") or ""),
         status=status,
         reason="; ".join(filter(None, [reason, problem])),
-        epoch=seen.epoch,
-        iteration=seen.iteration,
-        total_epochs=totals[0],
-        total_iterations=totals[1],
+        reached=seen.progress(described.get("settings")),
         started=_created(described),
         updated=seen.updated,
         last=seen.last,
@@ -196,35 +207,40 @@ class _Seen:
             self.updated = recent[-1].t / 1e9
             times = [event.t / 1e9 for event in recent]
             self.gap = max((b - a for a, b in pairwise(times)), default=0.0)
-        for event in reversed(recent):
-            if event.engine == main:
-                self.epoch, self.iteration = event.epoch, event.iteration
-                break
+        newest = next((event for event in reversed(recent) if event.engine == main), None) or log.last(main)
+        if newest is not None:
+            self.epoch, self.iteration = newest.epoch, newest.iteration
         for event in _reported(log):
             self._note(event, event.engine == main)
         for event in recent:
             if event.engine == main:
                 self._follow(event)
 
-    def total(self) -> int | None:
-        """The run's length in iterations, as its newest start or epoch says; None if it does not."""
+    def progress(self, settings: Json) -> Progress:
+        """How far the run is.
+
+        Args:
+            settings: those in run.json.
+        """
+        bounds = next(filter(None, map(bounds_of, self._backwards(BEGINNINGS))), {})
+        completed = None if bounds.get("total_iterations") else next(self._backwards(EPOCHS), None)
+        epochs = None if completed is None else completed_epochs_of(completed)
+        return progress_of(self.epoch, self.iteration, epochs, bounds, settings)
+
+    def _backwards(self, names: frozenset[str]) -> Iterator[LoggedEvent]:
+        """The main engine's events of these types, the newest first."""
         log = self._log
         if log is None:
-            return None
-        for event in reversed(log.tail):
-            if (found := _total_in(event, log.main_engine)) is not None:
-                return found
+            return
+        yield from (each for each in reversed(log.tail) if each.event in names and each.engine == log.main_engine)
         for number in reversed(range(len(log.headers))):
             header = log.headers[number].engines.get(log.main_engine)
-            if header is None or not any(name in header.events for name in _BEGINNINGS):
-                continue
-            for event in reversed(_decoded(log.lines(number) or b"", _BEGINNINGS)):
-                if (found := _total_in(event, log.main_engine)) is not None:
-                    return found
-        return None
+            if header is not None and not names.isdisjoint(header.events):
+                found = reversed(_decoded(log.lines(number) or b"", names))
+                yield from (each for each in found if each.engine == log.main_engine)
 
     def _follow(self, event: LoggedEvent) -> None:
-        if event.event in _BEGINNINGS:
+        if event.event in BEGINNINGS:
             self.ending = None
         elif event.event in ENDS and not (event.event == "completed" and self.ending is not None):
             self.ending = ending_of(event)
@@ -254,14 +270,6 @@ def _reported(log: EventLog) -> Iterator[LoggedEvent]:
         if lines is not None:
             yield from (each for each in _decoded(lines) if not (each.ord >= 0 and log.is_superseded(each.seq)))
     yield from (each for each in log.tail if each.event in _REPORTED)
-
-
-def _total_in(event: LoggedEvent, engine: str) -> int | None:
-    said = event.payload or event.observed  # what was read after the event had begun
-    if event.engine != engine or event.event not in _BEGINNINGS or not isinstance(said, dict):
-        return None
-    total = said.get("total_iterations")
-    return total if isinstance(total, int) else None
 
 
 def _decoded(lines: bytes, names: frozenset[str] = _REPORTED) -> list[LoggedEvent]:
@@ -329,15 +337,6 @@ def modes_of(described: Mapping[str, Json]) -> dict[str, Mode]:
     """Which values of its metrics are better, as a run's description says."""
     modes = described.get("modes")
     return {name: mode for name, mode in modes.items() if mode in ("min", "max")} if isinstance(modes, dict) else {}
-
-
-def _totals(described: Mapping[str, Json], seen: _Seen) -> tuple[int | None, int | None]:
-    settings = described.get("settings")
-    values = settings if isinstance(settings, dict) else {}
-    epochs, iterations = values.get("max_epochs"), values.get("max_iterations")
-    if isinstance(epochs, int):
-        return epochs, None
-    return None, iterations if isinstance(iterations, int) else seen.total()  # bounded by tokens, or by time
 
 
 def _created(described: Mapping[str, Json]) -> float | None:

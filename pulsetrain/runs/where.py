@@ -9,6 +9,7 @@ from pathlib import Path
 from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.predicate import Predicate, UnsupportedError, Value, predicate
+from pulsetrain.runs.progress import Progress
 from pulsetrain.runs.summary import RunSummary, Status
 
 __all__ = ["NAMES", "run_predicate", "select_runs"]
@@ -24,7 +25,7 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
     """Compile a condition on runs, in the language of conditions on events.
 
     >>> some = RunSummary(
-    ...     Path("runs/a"), "", Status.COMPLETED, "", 2, 20, 2, None, None, None, {}, {"val/loss": 1.5},
+    ...     Path("runs/a"), "", Status.COMPLETED, "", Progress(2, 20, 2, 2), None, None, {}, {"val/loss": 1.5},
     ...     {"training.learning_rate": 0.01}, ("good",), None, 1,
     ... )
     >>> good = run_predicate('best["val/loss"] < 2 and training.learning_rate > 1e-3 and "good" in tags', [some])
@@ -74,4 +75,4 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-_NOTHING = RunSummary(Path(), "", Status.RUNNING, "", 0, 0, None, None, None, None, {}, {}, {}, (), None, 1)
+_NOTHING = RunSummary(Path(), "", Status.RUNNING, "", Progress(), None, None, {}, {}, {}, (), None, 1)

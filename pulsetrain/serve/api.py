@@ -160,7 +160,7 @@ class _Api:
     def marks(self, request: Request) -> dict[str, Any]:
         """What happened when, of some runs."""
         return {
-            run: {"marks": series.happened().marks, "first": series.about.first, "last": series.about.last}
+            run: _moments(series)
             for run, series in self._chosen(request)
             if series is not None and not isinstance(series, str)
         }
@@ -182,10 +182,8 @@ class _Api:
                 break
         if where is not None and where.failure is not None and not events:
             raise ConfigurationError(f"where={asked['where']!r}: cannot be computed on any event: {where.failure}")
-        sealed = {kind for header in log.headers for each in header.engines.values() for kind in each.events}
-        kinds = sorted(sealed | {each.event for each in log.tail})
         damage = [str(each) for each in log.damage]
-        return {"events": events, "next": following, "looked": looked, "kinds": kinds, "damage": damage}
+        return {"events": events, "next": following, "looked": looked, "kinds": log.event_types, "damage": damage}
 
     def diff(self, request: Request) -> dict[str, Any]:
         """The first event in which two runs differ, and how the difference grows."""
@@ -273,6 +271,11 @@ class _Api:
             with suppress(RunFolderError):
                 found.append((run, self._store.series(run)))
         return found
+
+
+def _moments(series: Series) -> dict[str, Any]:
+    found, about = series.happened(), series.about
+    return {"marks": found.marks, "custom": found.custom, "first": about.first, "last": about.last}
 
 
 def _runs(request: Request) -> list[str]:

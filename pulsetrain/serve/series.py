@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.log.follower import LogFollower
 from pulsetrain.report.curve import Curve, Floats
+from pulsetrain.report.marks import Marks
 from pulsetrain.report.run_curves import RunCurves
 
 __all__ = ["TOKENS", "Described", "Happened", "Points", "RunSeries", "StoredSeries", "drawn", "tokens_at"]
@@ -28,7 +29,7 @@ __all__ = ["TOKENS", "Described", "Happened", "Points", "RunSeries", "StoredSeri
 Points: TypeAlias = tuple[Floats, Floats, Floats]
 """Iterations, seconds since the run's first event, and values."""
 
-_VERSION = 4
+_VERSION = 5
 _ABOUT, _HAPPENED, _POINTS = "about.json", "happened.json", "points"
 TOKENS = " tokens"  # under which their number is kept beside the curves, whose names do not begin with a space
 
@@ -52,6 +53,7 @@ class Happened(msgspec.Struct):
 
     marks: dict[str, list[tuple[int, str, str]]]  # row of the timeline -> iteration, text and kind of each
     texts: dict[str, tuple[int, str]]
+    custom: dict[str, list[tuple[int, str, str]]]  # the same as `marks`, of the user's own events by type
 
 
 class _Series(Curve):
@@ -158,8 +160,11 @@ class RunSeries(RunCurves):
 
     def happened(self) -> Happened:
         """The moments."""
-        marks = {row: [(mark.iteration, str(mark), mark.kind) for mark in self.marks[row]] for row in self.marks}
-        return Happened(marks, dict(self.texts))
+        return Happened(_plain(self.marks), dict(self.texts), _plain(self.custom))
+
+
+def _plain(rows: Mapping[str, Marks]) -> dict[str, list[tuple[int, str, str]]]:
+    return {row: [(mark.iteration, str(mark), mark.kind) for mark in marks] for row, marks in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,7 @@ class StoredSeries:
         """The moments; none if their file is gone."""
         with suppress(OSError, msgspec.MsgspecError):
             return msgspec.json.decode((self.folder / _HAPPENED).read_bytes(), type=Happened)
-        return Happened({}, {})
+        return Happened({}, {}, {})
 
 
 def tokens_at(counted: Points, at: NDArray[Any]) -> Floats:

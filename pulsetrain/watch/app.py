@@ -46,7 +46,7 @@ class WatchApp(App[None]):
     #problems { height: auto; max-height: 6; padding: 0 1; color: $warning; display: none; }
     #middle { height: 1fr; }
     #curves { width: 2fr; border: round $panel; }
-    #side { width: 1fr; min-width: 56; border: round $panel; padding: 0 1; }
+    #side { width: 1fr; min-width: 62; border: round $panel; padding: 0 1; }
     #curves:focus, #side:focus, #events:focus { border: round $accent; }
     #events { height: 30%; min-height: 6; border: round $panel; }
     #condition { display: none; }

@@ -11,7 +11,7 @@ from pulsetrain.report.run_curves import RATES
 from pulsetrain.runs.live_rank import LiveRank
 from pulsetrain.watch.braille import draw
 from pulsetrain.watch.texts import bar, event_line, number, plain, size, timespan
-from pulsetrain.watch.watched import Watched
+from pulsetrain.watch.watched import Watched, curve_names
 
 __all__ = ["as_text", "curve_title", "mark_lines", "process_lines", "progress_line", "speed_line"]
 
@@ -34,8 +34,8 @@ def progress_line(watched: Watched) -> str:
         parts.append(f"{bar(found.share, _BAR)} {found.share:.0%}")
     parts.append(f"epoch {found.epoch:,}" + (f"/{found.total_epochs:,}" if found.total_epochs else ""))
     parts.append(f"iteration {found.iteration:,}" + (f"/{found.total_iterations:,}" if found.total_iterations else ""))
-    if found.seconds_left is not None:
-        parts.append(f"{timespan(found.seconds_left)} left")
+    if run.seconds_left is not None:
+        parts.append(f"{timespan(run.seconds_left)} left")
     return "  ".join(parts)
 
 
@@ -118,7 +118,7 @@ def _lines(watched: Watched, width: int) -> Iterator[str]:
     yield f"  {speed_line(watched)}".rstrip()
     yield from ("", *process_lines(watched))
     curves = run.curves
-    for name in watched.curve_names():
+    for name in curve_names([watched]):
         yield from ("", curve_title(watched, name))
         for cells in draw([curves[name].points(4 * width)], width, _PICTURE[1]):
             yield "".join(cell.character for cell in cells).rstrip()

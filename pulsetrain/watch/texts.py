@@ -74,4 +74,4 @@ def event_line(found: LiveEvent, *, with_rank: bool) -> str:
     event: LoggedEvent = found.event
     rank = f"rank {found.rank}  " if with_rank else ""
     place = f"{event.epoch:>3} {event.iteration:>8,}"
-    return plain(f"{clock(event.t)}  {rank}{event.engine} {event.event:<24} {place}  {values_of(event)}").rstrip()
+    return plain(f"{clock(event.t)}  {rank}{event.engine:<9} {event.event:<25} {place}  {values_of(event)}").rstrip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pulsetrain.engine.errors import PulsetrainError
@@ -11,7 +11,7 @@ from pulsetrain.runs.live import LiveRun, Where
 from pulsetrain.runs.summary import Status
 from pulsetrain.watch.texts import plain
 
-__all__ = ["Watched", "watch_runs"]
+__all__ = ["Watched", "curve_names", "watch_runs"]
 
 _LAST = (*RATES, "throughput/", "memory/", "learning_rate", "grad_norm")  # of the curves, by the beginnings of names
 
@@ -66,16 +66,18 @@ class Watched:
         found += [f"damaged log: {each}" for each in run.damage]
         return [plain(each) for each in found]
 
-    def curve_names(self) -> list[str]:
-        """The names of its curves: losses first, then other metrics, then speeds and what the optimizer does."""
-        main = self.run.main
-        judged = {} if main is None else {**main.curves.validated, **main.curves.rolled_out}
 
-        def key(name: str) -> tuple[int, int, int]:
-            last = next((number + 1 for number, each in enumerate(_LAST) if name.startswith(each)), 0)
-            return last, 0 if "loss" in name else 1, 0 if name in judged else 1
+def curve_names(runs: Iterable[Watched]) -> list[str]:
+    """The names of all curves: losses first, then other metrics, then speeds and what the optimizer does."""
+    runs = list(runs)
+    mains = [each.run.main for each in runs]
+    judged = {name for main in mains if main is not None for name in (*main.curves.validated, *main.curves.rolled_out)}
 
-        return sorted(self.run.curves, key=key)
+    def key(name: str) -> tuple[int, int, int]:
+        last = next((number + 1 for number, each in enumerate(_LAST) if name.startswith(each)), 0)
+        return last, 0 if "loss" in name else 1, 0 if name in judged else 1
+
+    return sorted(dict.fromkeys(name for each in runs for name in each.run.curves), key=key)
 
 
 def watch_runs(folders: Sequence[Path], where: Where | None = None) -> list[Watched]:

@@ -19,7 +19,7 @@ from pulsetrain.runs.live import LiveEvent
 from pulsetrain.watch.braille import draw
 from pulsetrain.watch.sections import curve_title
 from pulsetrain.watch.texts import event_line, plain
-from pulsetrain.watch.watched import Watched
+from pulsetrain.watch.watched import Watched, curve_names
 
 __all__ = ["COLOURS", "CurveGrid", "CurveView", "EventList"]
 
@@ -90,7 +90,7 @@ class CurveGrid(VerticalScroll):
             numbers: of each, which decides its colour.
             logarithmic: the scale of the values, where all are positive.
         """
-        names = list(dict.fromkeys(name for each in runs for name in each.curve_names()))
+        names = curve_names(runs)
         views = {view.metric: view for view in self.query(CurveView)}
         for name, view in views.items():
             if name not in names:

@@ -12,8 +12,8 @@ pytest.importorskip("plotly")
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.facts import read_facts
-from pulsetrain.report.figure import PALETTE, ReportedRun
 from pulsetrain.report.record import RunRecord
+from pulsetrain.report.reported_run import PALETTE, ReportedRun
 
 T = 1_763_000_000_000_000_000
 ERROR = {"__type__": "builtins.ValueError", "message": "no such row"}

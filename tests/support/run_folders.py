@@ -37,7 +37,8 @@ def write_run(
     settings = {"model": "Net", "training": {"max_epochs": epochs, "learning_rate": rate}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     writer = LogWriter(folder / "events", run=folder.name)
-    events: list[LoggedEvent] = [LoggedEvent(engine="trainer", event="started")]
+    bounds = {"max_epochs": epochs, "total_iterations": epochs * iterations}
+    events: list[LoggedEvent] = [LoggedEvent(engine="trainer", event="started", observed=bounds)]
     for epoch, loss in enumerate(losses, start=1):
         for iteration in range((epoch - 1) * iterations + 1, epoch * iterations + 1):
             output = {"loss": 2 * loss}

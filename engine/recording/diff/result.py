@@ -45,7 +45,7 @@ class LogDiff:
 
     a: Path
     b: Path
-    agreed: int  # events that agree before the first difference
+    agreed: int  # deterministic events that agree before the first difference
     divergence: Divergence | None
     missing: tuple[Missing, ...]
     unread: int  # events of one log that the other may have lost: it is damaged, or was thinned
@@ -134,8 +134,8 @@ class LogDiff:
         if self.divergence is not None:
             return f"{self.a} and {self.b} differ after {self.agreed:,} events that agree"
         if self.missing:
-            return f"{self.a} and {self.b} agree in {self.agreed:,} events, but do not hold the same ones"
-        return f"{self.a} and {self.b} agree: {self.agreed:,} events"
+            return f"{self.a} and {self.b} agree in {self.agreed:,} deterministic events, but do not hold the same ones"
+        return f"{self.a} and {self.b} agree: {self.agreed:,} deterministic events"
 
 
 def describe_event(event: LoggedEvent) -> str:

@@ -26,6 +26,11 @@ class Piece:
     block: int | None  # index of the block that holds them; None if `events` does
     events: tuple[LoggedEvent, ...] = ()
 
+    @property
+    def size(self) -> int:
+        """The number of its events; an upper bound where the log was thinned."""
+        return min(self.last - self.first + 1, self.count)  # a thinned block has fewer
+
 
 Group = tuple[list[Piece], list[Piece]]  # of both sides: they overlap each other, and no piece of another group
 
@@ -51,6 +56,10 @@ class Side:
         self._add(log.tail)
         self.first: int = min((piece.first for piece in self.pieces), default=0)
         self.last: int = max((piece.last for piece in self.pieces), default=-1)
+
+    def __len__(self) -> int:
+        """The number of its events; an upper bound where the log was thinned."""
+        return sum(piece.size for piece in self.pieces)
 
     def _add(self, events: Sequence[LoggedEvent]) -> None:
         live = self._live(events)

@@ -112,8 +112,9 @@ export function ofOneRun(tools, load, ...others) {
 
 export function table(heads, rows) {
   const numeric = (cell) => typeof cell === "number" || cell === null;
+  const classes = heads.map((_, at) => (rows.some((row) => typeof row.cells[at] === "number") ? { class: "number" } : {})); // of columns
   return make("div", { class: "scroll" }, make("table", {},
-    make("thead", {}, make("tr", {}, ...heads.map((head, at) => make("th", typeof rows[0]?.cells[at] === "number" ? { class: "number" } : {}, spelled(head))))),
-    make("tbody", {}, ...rows.map((row) => make("tr", row.differs ? { class: "differs" } : {}, ...row.cells.map((cell) =>
-      make("td", numeric(cell) ? { class: "number" } : {}, numeric(cell) ? number(cell) : typeof cell === "string" ? spelled(cell) : cell)))))));
+    make("thead", {}, make("tr", {}, ...heads.map((head, at) => make("th", classes[at], spelled(head))))),
+    make("tbody", {}, ...rows.map((row) => make("tr", row.differs ? { class: "differs" } : {}, ...row.cells.map((cell, at) =>
+      make("td", classes[at] ?? {}, numeric(cell) ? number(cell) : typeof cell === "string" ? spelled(cell) : cell)))))));
 }

@@ -3,32 +3,44 @@
 import { ask, colorOf, make, message, number, ofOneRun, plain, plainLayout, plotly, soon, spelled } from "/dom.js";
 
 const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
-const KINDS = { completed: "circle", stopped: "square", failed: "x", fork: "diamond", best: "star" };
+const CUSTOM = "hexagon", LONGEST = 22; // events of the user, and characters of a row's name
+const KINDS = { // of marks: plotly's symbol, a character like it, and what it means
+  completed: ["circle", "●", "completed"], stopped: ["square", "■", "stopped"], failed: ["x", "✖", "failed"],
+  fork: ["diamond", "◆", "forked"], best: ["star", "★", "the best checkpoint so far"],
+};
 
 export function timeline(view) {
   let runs = [];
   const chart = make("div", { class: "chart wide" });
-  view.append(chart);
+  const legend = make("p", { class: "muted legend" });
+  view.append(legend, chart);
 
   async function select(chosen) {
     runs = chosen;
     if (!runs.length) { view.replaceChildren(message("Select runs at the left.")); return; }
-    if (!chart.isConnected) view.replaceChildren(chart);
+    if (!chart.isConnected) view.replaceChildren(legend, chart);
     const [found, Plotly] = await Promise.all([ask("marks", { run: runs }), plotly()]);
     if (chosen !== runs) return;
-    const rows = Object.keys(SYMBOLS);
-    const traces = Object.entries(found).flatMap(([run, { marks }], index) =>
-      rows.filter((row) => marks[row]?.length).map((row) => ({
+    const custom = [...new Set(Object.values(found).flatMap((each) => Object.keys(each.custom)))];
+    const rows = [
+      ...Object.entries(SYMBOLS).map(([name, symbol]) => ({ name, symbol, marks: ({ marks }) => marks[name] ?? [] })),
+      ...custom.map((name) => ({ name: name.length > LONGEST ? `${name.slice(0, LONGEST - 3)}...` : name, symbol: CUSTOM, marks: (each) => each.custom[name] ?? [] })),
+    ].filter((row, number) => !number || Object.values(found).some((each) => row.marks(each).length));
+    const traces = Object.entries(found).flatMap(([run, each], index) =>
+      rows.map((row, number) => [row, number, row.marks(each)]).filter(([, , marks]) => marks.length).map(([row, number, marks]) => ({
         type: "scatter", mode: "markers", name: plain(run),
-        x: marks[row].map((mark) => mark[0]),
-        y: marks[row].map(() => rows.length - rows.indexOf(row) - (index + 0.5) / runs.length),
-        text: marks[row].map((mark) => `${plain(run)}: ${plain(mark[1].slice(0, 300))}`),
+        x: marks.map((mark) => mark[0]),
+        y: marks.map(() => rows.length - number - 0.1 - (0.8 * (index + 0.5)) / runs.length),
+        text: marks.map((mark) => `${plain(run)}: ${plain(mark[1].slice(0, 300))}`),
         hovertemplate: "%{text}<br>iteration %{x:,}<extra></extra>",
-        marker: { symbol: marks[row].map((mark) => KINDS[mark[2]] ?? SYMBOLS[row]), color: colorOf(run), size: 8, line: { color: colorOf(run), width: 1 } },
+        marker: { symbol: marks.map((mark) => KINDS[mark[2]]?.[0] ?? row.symbol), color: colorOf(run), opacity: 1, size: marks.map((mark) => (mark[2] ? 11 : 8)), line: { color: colorOf(run), width: 1 } },
       })));
+    const kinds = new Set(Object.values(found).flatMap((each) => Object.values(each.marks).flat().map((mark) => mark[2])));
+    const meanings = Object.entries(KINDS).filter(([kind]) => kinds.has(kind)).map(([, [, character, meaning]]) => `${character} ${meaning}`);
+    legend.textContent = ["▶ started or resumed", ...meanings].join("\u2003");
     const layout = plainLayout();
-    Object.assign(layout.margin, { l: 100, b: 46 });
-    layout.yaxis = { ...layout.yaxis, tickvals: rows.map((row, index) => rows.length - index - 0.5), ticktext: rows, range: [0, rows.length], showgrid: false, fixedrange: true };
+    Object.assign(layout.margin, { l: Math.max(100, 12 + 7 * Math.max(...rows.map((row) => row.name.length))), b: 46 });
+    layout.yaxis = { ...layout.yaxis, tickvals: rows.map((row, index) => rows.length - index - 0.5), ticktext: rows.map((row) => plain(row.name)), range: [0, rows.length], showgrid: false, fixedrange: true };
     layout.xaxis.title = { text: "iteration" };
     chart.style.height = `${Math.min(900, 120 + rows.length * (24 + 9 * Object.keys(found).length))}px`;
     Plotly.react(chart, traces, layout, { displayModeBar: false, responsive: true });

@@ -36,7 +36,7 @@ def flip(folder: str, at: int) -> None:
 
 def test_the_same_log_is_0(logs, capsys):
     assert main(["diff", logs[0], logs[0]]) == 0
-    assert "agree: 1,500 events" in capsys.readouterr().out
+    assert "agree: 1,500 deterministic events" in capsys.readouterr().out
 
 
 def test_a_difference_is_1(logs, capsys):
@@ -55,7 +55,7 @@ def test_the_logs_of_a_rank_are_compared(logs, capsys):
     capsys.readouterr()
     write(Path(logs[1]), [2.0] * 3, rank=2)
     assert main(["diff", *logs, "--rank", "2"]) == 0
-    assert "agree: 3 events" in capsys.readouterr().out
+    assert "agree: 3 deterministic events" in capsys.readouterr().out
 
 
 def test_within_a_tolerance_it_is_0(logs):

@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("plotly")
 
+from pulsetrain.engine import Events
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 from pulsetrain.report.curve import POINTS, Curve
 from pulsetrain.report.facts import compared, read_facts, settings_of
 from pulsetrain.report.figure import figure_of
-from pulsetrain.report.marks import LIMIT, Marks
+from pulsetrain.report.marks import CUSTOM_ROWS, LIMIT, OTHERS, Marks
 from tests.support.recordings_report import ERROR, Run, T, record, reported, small_run, texts, values
 
 
@@ -131,7 +133,7 @@ class TestRecord:
         assert texts(found, "start and end") == [(0, "started"), (12, "completed after 1 epoch")]
         assert texts(found, "epochs") == [(12, "epoch 1 completed")]
         assert texts(found, "validations") == [(12, "validated: val/loss 0.7, val/accuracy 0.8")]
-        assert texts(found, "checkpoints") == [(12, "checkpoint 000012-best saved, 2.0 MB, the best so far")]
+        assert texts(found, "checkpoints") == [(12, "checkpoint 000012-best saved, 2.0 MB, best so far")]
         assert texts(found, "anomalies") == []
 
     def test_rollouts_are_curves_and_marks(self, tmp_path):
@@ -190,6 +192,59 @@ class TestRecord:
         for event, payload in events:
             run.add(event, 1, payload=payload)
         assert record(run.end()).ending == ending
+
+    def test_events_of_the_user_are_marked_in_a_row_for_each_type(self, tmp_path):
+        run = Run(tmp_path)
+        run.step(1, 1.0)
+        run.add("reward_measured", 1, payload={"mean": 0.25, "note": "first"})
+        run.step(2, 1.0)
+        run.add("reward_measured", 2, payload={"mean": 0.5})
+        run.add("game_won", 7, engine="player")
+        found = record(run.end())
+        assert {row: [(mark.iteration, str(mark)) for mark in marks] for row, marks in found.custom.items()} == {
+            "reward_measured": [(1, "reward_measured: mean 0.25, note first"), (2, "reward_measured: mean 0.5")],
+            "game_won": [(2, "game_won of player")],
+        }
+
+    def test_the_memory_for_events_of_the_user_is_bounded(self, tmp_path):
+        run = Run(tmp_path)
+        for n in range(3 * CUSTOM_ROWS):
+            run.add(f"event_{n}", n, payload=[n] * 1000)
+        found = record(run.end())
+        assert [*found.custom] == [*(f"event_{n}" for n in range(CUSTOM_ROWS)), OTHERS]
+        assert len(found.custom[OTHERS]) == 2 * CUSTOM_ROWS
+        assert all(len(str(mark)) < 100 for marks in found.custom.values() for mark in marks)
+
+    def test_none_of_our_own_events_is_taken_for_one_of_the_user(self, tmp_path):
+        run = Run(tmp_path)
+        for event in (*Events, *FingerprintEvents):
+            run.add(event.value, 1)
+        run.log.rewind(after=1, ord=2, seq=run.log.last_seq + 1, t=T)
+        assert record(run.end()).custom == {}
+
+    def test_one_checkpoint_of_a_folder_is_the_best_so_far(self, tmp_path):
+        run = Run(tmp_path)
+        for iteration, folder, is_best in ((1, "a", True), (1, "b", True), (2, "a", True), (3, "a", False)):
+            saved = {"path": f"{folder}/00{iteration}", "iteration": iteration, "bytes": 10**6, "is_best": is_best}
+            run.add("checkpoint_saved", iteration, payload=saved)
+        found = record(run.end())
+        assert texts(found, "checkpoints") == [
+            (1, "checkpoint 001 saved, 1.0 MB, best until 2"),
+            (1, "checkpoint 001 saved, 1.0 MB, best so far"),
+            (2, "checkpoint 002 saved, 1.0 MB, best so far"),
+            (3, "checkpoint 003 saved, 1.0 MB"),
+        ]
+        assert [mark.kind for mark in found.marks["checkpoints"]] == ["", "best", "best", ""]
+
+    def test_of_many_checkpoints_one_is_the_best_so_far(self, tmp_path):
+        run = Run(tmp_path)
+        for n in range(3 * LIMIT):
+            saved = {"path": f"a/{n}", "iteration": n, "bytes": 10**6, "is_best": n % 3 == 0}
+            run.add("checkpoint_saved", n, payload=saved)
+        found = record(run.end())
+        best = [mark for mark in found.marks["checkpoints"] if mark.kind == "best"]
+        assert [mark.iteration <= 3 * LIMIT - 3 <= mark.last for mark in best] == [True]
+        assert str(best[0]).endswith(", best so far among them")
 
     def test_superseded_events_are_left_out(self, tmp_path):
         run = Run(tmp_path)
@@ -250,6 +305,24 @@ class TestFacts:
 
 
 class TestFigure:
+    def test_the_timeline_has_a_row_for_each_event_of_the_user_and_says_what_its_symbols_mean(self, tmp_path):
+        one, other = Run(tmp_path / "one"), Run(tmp_path / "other")
+        saved = {"path": "a/1", "iteration": 1, "bytes": 10**6, "is_best": True}
+        one.add("started", 0)
+        one.add("checkpoint_saved", 1, payload=saved)
+        one.add("<b>reward_measured_by_the_user", 1, payload={"mean": 0.25})
+        other.add("epoch_completed", 1)
+        figure = figure_of([reported(run.end(), run.folder.name) for run in (one, other)])
+        names = ["start and end", "epochs", "checkpoints", "&lt;b&gt;reward_measured_..."]
+        assert figure["layout"]["yaxis"]["ticktext"] == names
+        marked = [trace for trace in figure["data"] if trace.get("mode") == "markers"]
+        assert [(trace["name"], trace["marker"]["symbol"], int(trace["y"][0])) for trace in marked] == [
+            ("one", ["triangle-right"], 0), ("one", ["star"], 2), ("one", ["hexagon"], 3), ("other", ["line-ns"], 1),
+        ]  # fmt: skip
+        heading = next(each["text"] for each in figure["layout"]["annotations"] if "timeline" in each["text"])
+        assert "★ the best checkpoint so far" in heading
+        assert "stopped" not in heading
+
     @pytest.mark.parametrize("metrics", [0, 1, 2, 3, 30])
     @pytest.mark.parametrize("runs", [1, 5])
     def test_panels_do_not_overlap_and_zoom_together(self, tmp_path, metrics, runs):

@@ -13,6 +13,7 @@ pytest.importorskip("plotly")
 
 from pulsetrain.cli import main
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
+from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, EventRecorder
 from pulsetrain.report import write_report
 from pulsetrain.report.figure import figure_of
@@ -31,6 +32,18 @@ class TestPage:
         assert "epoch 1, iteration 12: completed after 1 epoch" in page
         assert '<th scope="row">val/loss <small>lowest</small></th><td>0.7 <small>at 12</small></td>' in page
         assert '<th scope="row">val/accuracy <small>highest</small></th><td>0.8 <small>at 12</small></td>' in page
+
+    def test_the_page_counts_the_events_that_diff_compares(self, tmp_path, capsys):
+        for name in ("a", "b"):
+            trainer({"max_epochs": 2}, val_loader=loader(8), handlers=[EventRecorder(tmp_path / name)]).train()
+        assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+        compared = re.search(r"agree: (\d+) deterministic events", capsys.readouterr().out)
+        page = write_report(tmp_path / "a", tmp_path / "page.html").path.read_text()
+        counted = re.search(r"<dd>(\d+), of which (\d+) are deterministic", page)
+        assert compared is not None
+        assert counted is not None
+        assert counted[2] == compared[1]
+        assert int(counted[1]) == len(EventLog(tmp_path / "a")) > int(compared[1])
 
     def test_nothing_is_loaded_from_anywhere(self, tmp_path):
         page = write_report(small_run(tmp_path / "one"), tmp_path / "page.html").path.read_text()

@@ -233,7 +233,9 @@ def test_a_run_that_was_removed_does_not_hide_the_others(client: TestClient, roo
     assert found["gone"] == ["gone"]
     assert "val/loss" in found["names"]
     assert list(curves(client, "val/loss", "gone", "a")) == ["a"]
-    assert list(ask(client, "marks", run=["gone", "a"])) == ["a"]
+    happened = ask(client, "marks", run=["gone", "a"])
+    assert list(happened) == ["a"]
+    assert (happened["a"]["custom"], len(happened["a"]["marks"]["validations"])) == ({}, 5)
 
 
 def test_a_handler_that_is_not_judged_is_refused(client: TestClient):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.report.record import RunRecord
 from pulsetrain.serve.series import RunSeries, StoredSeries, drawn
-from tests.support.run_folders import write_run
+from tests.support.run_folders import BEGUN, write_run
 
 VALUES = st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), min_size=1, max_size=300)
 
@@ -53,6 +53,15 @@ def test_points_are_those_of_the_report(tmp_path: Path):
     assert series.points("no such curve") is None
     assert about.validated == ["val/loss", "val/accuracy", "val/other"]
     assert series.happened().marks["validations"][0][:2] == (5, "validated: val/loss 1, val/accuracy 0, val/other 0.5")
+
+
+def test_events_of_the_user_are_kept(tmp_path: Path):
+    writer = LogWriter(tmp_path / "a" / "events")
+    for seq, (event, payload) in enumerate([("started", None), ("reward_measured", {"mean": 0.5})]):
+        writer.add(LoggedEvent(seq, "trainer", event, 1, seq, payload=payload, seq=seq, t=BEGUN + seq))
+    writer.close()
+    stored = StoredSeries.write(tmp_path / "kept", RunSeries(tmp_path / "a"), "sign")
+    assert stored.happened().custom == {"reward_measured": [(1, "reward_measured: mean 0.5", "")]}
 
 
 def test_stored_points_are_the_same_and_known_by_their_sign(tmp_path: Path):

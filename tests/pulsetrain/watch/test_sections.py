@@ -13,8 +13,9 @@ import pytest
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.watch.braille import draw
 from pulsetrain.watch.sections import mark_lines, process_lines
-from pulsetrain.watch.watched import watch_runs
+from pulsetrain.watch.watched import curve_names, watch_runs
 from tests.pulsetrain.runs.test_summary import own
+from tests.support.run_folders import write_run
 
 
 def test_a_process_that_the_others_wait_for_is_marked(tmp_path: Path):
@@ -42,6 +43,19 @@ def test_a_process_that_the_others_wait_for_is_marked(tmp_path: Path):
 def test_runs_of_the_same_name_are_named_by_their_paths(tmp_path: Path):
     names = [each.name for each in watch_runs([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"])]
     assert names == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run"), "c"]
+
+
+def test_the_order_of_the_curves_does_not_depend_on_which_run_has_a_curve_first(tmp_path: Path):
+    write_run(tmp_path / "whole", [1.0, 0.5])
+    writer = LogWriter(tmp_path / "begun" / "events")
+    writer.add(LoggedEvent(0, "trainer", "iteration_completed", 1, 1, output={"loss": 1.0}, seq=0, t=time.time_ns()))
+    orders = []
+    for names in (["whole", "begun"], ["begun", "whole"]):
+        runs = watch_runs([tmp_path / name for name in names])
+        for each in runs:
+            each.update()
+        orders.append(curve_names(runs))
+    assert orders[0] == orders[1] == ["val/loss", "loss, each iteration", "val/accuracy", "val/other"]
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [np.nan], [1e308, -1e308], [1e-300, 1.0, np.nan, 3.0], []])

@@ -60,7 +60,7 @@ class TestAgreement:
         found = diff(write(tmp_path / "a", run()), write(tmp_path / "b", run()))
         assert not found
         assert (found.agreed, found.divergence, found.missing, found.unread, found.growth) == (COUNT, None, (), 0, ())
-        assert str(found) == f"{tmp_path / 'a'} and {tmp_path / 'b'} agree: 3,000 events"
+        assert str(found) == f"{tmp_path / 'a'} and {tmp_path / 'b'} agree: 3,000 deterministic events"
 
     def test_times_and_numbers_of_the_bus_and_observed_events_do_not_count(self, tmp_path):
         events = run(observed=lambda place: {"seconds": place})
