@@ -82,7 +82,7 @@ def _card(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     if facts.parent is not None:
         rows.append(("parent", _lineage(facts.parent, runs)))
     rows.append(("events", f"{len(record.log):,}"))
-    rows.append(("folder", str(record.folder)))
+    rows.append(("folder", record.log.run.name))
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
     return (
         f'<article style="border-top-color:{run.color}"><h2><i style="background:{run.color}"></i>'

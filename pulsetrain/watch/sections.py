@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.diff.result import spans
 from pulsetrain.export.event_formats import format_count
 from pulsetrain.report.run_curves import RATES
 from pulsetrain.runs.live_rank import LiveRank
 from pulsetrain.watch.braille import draw
-from pulsetrain.watch.texts import bar, event_line, number, plain, size, timespan
+from pulsetrain.watch.texts import bar, event_line, number, size, timespan
 from pulsetrain.watch.watched import Watched
 
 __all__ = ["as_text", "curve_title", "mark_lines", "process_lines", "progress_line", "speed_line"]
