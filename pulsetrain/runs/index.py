@@ -93,11 +93,11 @@ class RunIndex:
                 else:
                     self.unreadable.append(folder)
             for each in here if depth < _DEPTH or archives else ():
-                name = each.name
-                if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(each.path):
-                    yield each.path, sign_of(each.path)
+                name, path = each.name, each.path.removeprefix("./")  # of ".": as Path writes it
+                if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
+                    yield path, sign_of(path)
                 elif name[0] != "." and name not in _PASSED and depth < _DEPTH and each.is_dir(follow_symlinks=False):
-                    todo.append((each.path, depth + 1))
+                    todo.append((path, depth + 1))
 
     def _known(self) -> dict[str, tuple[str, RunSummary]]:
         """What is remembered: a sign of the files, and the summary, by path."""

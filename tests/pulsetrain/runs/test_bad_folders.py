@@ -349,7 +349,7 @@ def test_what_may_not_be_read_is_named(guarded: Path):
     assert [line.split()[0] for line in said[:3]] == ["run", "log", "open"]
     assert said[1].endswith("the log cannot be read: Permission denied")
     assert sorted(errors[:2]) == [
-        f"pulsetrain: ./{name}: cannot be read: permission denied" for name in ("closed", "listed")
+        f"pulsetrain: {name}: cannot be read: permission denied" for name in ("closed", "listed")
     ]
     rest = "\n".join(errors)
     assert "closed: cannot be read: permission denied; ask its owner for access" in rest

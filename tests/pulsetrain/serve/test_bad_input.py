@@ -84,7 +84,8 @@ def test_files_that_hold_credentials_by_their_names_are_not_shown(client: TestCl
     for name in ("credentials.json", "id_rsa.txt", ".netrc.txt", ".ENV.txt"):
         (root / "a" / name).write_text("private")
         assert client.get("/api/file", params={"run": "a", "path": name}).status_code == 404, name
-    assert not client.get("/api/media", params={"run": "a"}).json()["files"]
+    files = client.get("/api/media", params={"run": "a"}).json()["files"]
+    assert [each["path"] for each in files] == ["config.yaml", "run.json"]
 
 
 def test_of_a_long_text_the_beginning_is_shown(client: TestClient, root: Path):
