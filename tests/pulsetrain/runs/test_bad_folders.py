@@ -213,7 +213,7 @@ def test_a_configuration_that_nests_without_end_costs_only_the_settings(part: st
     assert summarize(folder).settings == {}
 
 
-def test_a_setting_that_is_no_text_of_utf_8_is_remembered(root: Path):
+def test_a_setting_that_utf_8_cannot_hold_is_remembered(root: Path):
     folder = write_run(root / "a", [1.0])
     (folder / "config.yaml").write_text('{"a": "\\ud800", "b": 2026-11-28, "c": !!set {d}}')
     first = RunIndex(root).summaries()
