@@ -72,7 +72,7 @@ def verify(
     (True, 0, 3)
 
     Args:
-        run: the run folder.
+        run: the run folder; messages call it what `str(run)` is.
         build_trainer: makes the run's Trainer with the same handlers, an EventRecorder among them. If it takes an
             argument, it is called with a temporary folder for handlers that write.
         from_iteration: the first iteration to compare; by default the run's first, or that of the fork.
@@ -85,25 +85,25 @@ def verify(
             processes has trained the run.
         PeerFailed, Exception: of several processes, one has failed in the rerun.
     """
-    folder = Path(run)
-    checkpoint, trained_by = check_request(folder, from_iteration, to_iteration, ranks().world_size)
+    folder, shown = Path(run), Path(str(run))
+    checkpoint, trained_by = check_request(run, from_iteration, to_iteration, ranks().world_size)
     control = join()
     rank, count = control.ranks
     alike = set(trained_by) == {count}
     compares = alike or control.ranks.is_main
-    log = _log_of(folder, control) if alike else EventLog(folder, 0)
+    log = _log_of(run, control) if alike else EventLog(run, 0)
     if isinstance(log, str):
         first = step_of(checkpoint) if checkpoint is not None else 0
-        return Verification(folder, first, first, 0, unseen=log)
+        return Verification(shown, first, first, 0, unseen=log)
     with tempfile.TemporaryDirectory(prefix="pulsetrain-verify-") as temporary:
         rerun = Rerun(build_trainer, Path(temporary) / "rerun", checkpoint, folder, alike=alike)
         changed = _changed_at_start(log, rerun) if checkpoint is not None else ()
         engine = rerun.trainer.name
         ends = control.gather(_end_of(log, engine))
-        last, unseen = _last_to_compare(ends, folder, rerun.start, to_iteration)
+        last, unseen = _last_to_compare(ends, shown, rerun.start, to_iteration)
         if last <= rerun.start:
             damage = tuple(each for end in ends for each in end.damage)
-            return Verification(folder, rerun.start, rerun.start, 0, damage=damage, unseen=unseen)
+            return Verification(shown, rerun.start, rerun.start, 0, damage=damage, unseen=unseen)
         bound = last if control.is_shared else to_iteration
         recorded_events = log.read(seq=(rerun.after + 1, None)) if compares else iter(())
         expected = ExpectedEvents(recorded_events, engine, bound, log.is_superseded)
@@ -114,7 +114,7 @@ def verify(
         damage = tuple(map(str, log.damage))  # after all has been read
         goal = last if control.is_shared else to_iteration or max(last, rerun.end)
         found = Verification(
-            *(folder, rerun.start, min(rerun.end, goal), check.agreed),
+            *(shown, rerun.start, min(rerun.end, goal), check.agreed),
             changed=tuple(others),
             not_compared=tuple(check.left_out) if alike else (),
             damage=damage,
@@ -167,7 +167,7 @@ def verify(
 
 
 def check_request(
-    folder: Path, from_iteration: int | None, to_iteration: int | None, processes: int
+    run: str | os.PathLike[str], from_iteration: int | None, to_iteration: int | None, processes: int
 ) -> tuple[Location | None, list[int]]:
     """Refuse what cannot be verified, before anything is trained.
 
@@ -175,7 +175,7 @@ def check_request(
         The checkpoint to start from, if any, and the numbers of processes that have trained the iterations.
 
     Args:
-        folder: the run folder.
+        run: the run folder.
         from_iteration: as for `verify`.
         to_iteration: as for `verify`.
         processes: how many are to repeat the run.
@@ -188,12 +188,12 @@ def check_request(
     if from_iteration is not None and to_iteration is not None and to_iteration < from_iteration:
         rule = "is before {from_iteration}; choose a later one"
         raise ConfigurationError(rule, "verify", to_iteration=to_iteration, from_iteration=from_iteration)
-    log = EventLog(folder, logged_ranks(folder)[0])
+    log = EventLog(run, logged_ranks(run)[0])
     newest = log.last(log.main_engine) if not log.rank else None  # another rank may have been left out since
-    checkpoint = first_checkpoint(folder) if from_iteration in (None, 1) else nearest_checkpoint(folder, from_iteration)
+    checkpoint = first_checkpoint(run) if from_iteration in (None, 1) else nearest_checkpoint(run, from_iteration)
     first = 1 if checkpoint is None else step_of(checkpoint) + 1
     last = to_iteration if to_iteration is not None or newest is None else newest.iteration
-    return checkpoint, check_processes(folder, first, last, processes)
+    return checkpoint, check_processes(run, first, last, processes)
 
 
 def _compared(trained_by: Sequence[int], here: int) -> str:
@@ -205,7 +205,7 @@ def _compared(trained_by: Sequence[int], here: int) -> str:
     )
 
 
-def _log_of(folder: Path, control: ControlGroup) -> EventLog | str:
+def _log_of(run: str | os.PathLike[str], control: ControlGroup) -> EventLog | str:
     """The log of this process; in each, why nothing can be compared if one of them has none.
 
     Raises:
@@ -213,7 +213,7 @@ def _log_of(folder: Path, control: ControlGroup) -> EventLog | str:
     """
     failure, log = "", None
     try:
-        log = EventLog(folder, control.ranks.rank)
+        log = EventLog(run, control.ranks.rank)
     except RecordingError as error:
         if not control.is_shared:
             raise
@@ -238,12 +238,12 @@ def _end_of(log: EventLog, engine: str) -> _End:
     return _End(_last_iteration(log, engine), failed, tuple(map(str, log.damage)))
 
 
-def _last_to_compare(ends: Sequence[_End], folder: Path, start: int, to_iteration: int | None) -> tuple[int, str]:
+def _last_to_compare(ends: Sequence[_End], run: Path, start: int, to_iteration: int | None) -> tuple[int, str]:
     """The last iteration to compare, at most `start` if nothing is to be trained; and what is not compared, if known.
 
     Args:
         ends: of the logs of all processes.
-        folder: the run folder.
+        run: what messages call the run.
         start: the iteration after which the rerun would start.
         to_iteration: the last one that is asked for.
 
@@ -255,11 +255,11 @@ def _last_to_compare(ends: Sequence[_End], folder: Path, start: int, to_iteratio
     if reached <= start and any(each.damage for each in ends):
         return start, ""
     if to_iteration is not None and to_iteration > reached:
-        rule = f"{folder}: the log ends at iteration {reached}; choose an earlier one"
+        rule = f"{run}: the log ends at iteration {reached}; choose an earlier one"
         raise ConfigurationError(rule, "verify", to_iteration=to_iteration)
     if reached <= start:
         raise ConfigurationError(
-            f"verify({folder}): the log ends at iteration {reached}, and the rerun would start after "
+            f"verify({run}): the log ends at iteration {reached}, and the rerun would start after "
             f"{start}; choose other iterations"
         )
     if short:

@@ -121,6 +121,14 @@ def damage_of(folder: Location) -> str | None:
     return None
 
 
+def is_newer(folder: Location) -> bool:
+    """Whether a newer version has written the checkpoint."""
+    try:
+        return _read_manifest(folder)["format"] not in FORMATS
+    except (CheckpointError, OSError):
+        return False
+
+
 def ordinal_of(folder: Location) -> int | None:
     """The checkpoint's number in the order of writing; its step if it is older than ordinals; None if unreadable."""
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import LoggedEvent
@@ -45,7 +45,7 @@ class Position:
         return "" if self.stall is None or not self.stall.stack else self.stall.stack[0]
 
 
-def positions(run: str | Path) -> list[Position]:
+def positions(run: str | os.PathLike[str]) -> list[Position]:
     """The last event of each process of a run, by rank.
 
     Args:
@@ -55,6 +55,7 @@ def positions(run: str | Path) -> list[Position]:
         RecordingError: it holds no log.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> from pulsetrain.engine.recording import LogWriter
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for rank, event in enumerate(["iteration_started", "get_batch_started"]):

@@ -17,6 +17,7 @@ from pulsetrain.engine.argument_checks import check_number, check_type, check_wh
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.distributed.joining import busy
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.rollouts.sampling import sampler_of
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -144,7 +145,7 @@ class SampleText(Handler):
 
     def summary(self) -> str:
         """The latest texts, for the end of the command's output; unprintable characters are escaped."""
-        return "\n".join("\n    ".join(["sample", *map(_printable, text.split("\n"))]) for text in self.texts)
+        return "\n".join("\n    ".join(["sample", *map(plain, text.split("\n"))]) for text in self.texts)
 
     def _on_started(self) -> None:
         self._written_at = None
@@ -230,8 +231,3 @@ def _text(written: object) -> str:
     if isinstance(written, str):
         return written
     raise TypeError(f"SampleText: generate() returned {type(written).__name__}, not text or bytes; pass decode=")
-
-
-def _printable(text: str) -> str:
-    r"""The text with escape characters and the like spelled out, as \x1b, since a terminal would obey them."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -20,7 +20,7 @@ def has_ended(content: bytes) -> bool:
         os.kill(int(owner["pid"]), 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):  # a damaged file
         return False
     return False
 

@@ -21,15 +21,13 @@ from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.distributed.launcher import slurm_job
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.metrics import infer_mode, names_of
-from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
+from pulsetrain.engine.recording.log.run_file import RUN_FILE, RUN_FORMAT, read_run_file
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, settings_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["RunFacts", "note_start", "run_facts", "write_run_file"]
-
-FORMAT = 1
 
 RunFacts: TypeAlias = dict[str, Any]  # plain JSON
 
@@ -49,7 +47,7 @@ def run_facts(engine: Engine) -> RunFacts:
     values.put(facts, "settings", settings_of(engine))
     values.settle()
     described = {
-        "format": FORMAT,
+        "format": RUN_FORMAT,
         "id": uuid.uuid4().hex,
         "created": _now(),
         "seed": facts["seed"],

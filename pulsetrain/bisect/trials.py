@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,24 +16,24 @@ from typing import Any, Self
 
 from pulsetrain.bisect.changes import Change, changes_between, settings_with
 from pulsetrain.bisect.search import Verdict
-from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
-from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file, writing
 from pulsetrain.reproduce.processes import processes_after
 from pulsetrain.reproduce.rerun import checkpoint_before
-from pulsetrain.runs.summary import RunSummary, is_run, mode_of, modes_of, summarize
+from pulsetrain.runs.command_end import STOPPED, TRAINED, error_in
+from pulsetrain.runs.summary import RunSummary, check_run, mode_of, modes_of, summarize
 
 __all__ = ["Pair", "Trial", "Trials", "read_pair"]
 
 HANDLER = "pulsetrain.bisect.ending.EndAt"
 _STATE = "bisect.json"
 _LOCK = "bisect.lock"  # held by a search and by the runs that it has started
-_STOPPED = {status for number in (signal.SIGINT, signal.SIGTERM) for status in (-number, 128 + number)}
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,12 @@ def read_pair(good: Path, bad: Path, metric: str | None, mode: str | None = None
         ConfigurationError: the metric is not one of both, or its better values are not known.
     """
     for each in (good, bad):
-        if not is_run(each) or not (each / "config.yaml").is_file():
-            rule = "bisect needs runs that `pulsetrain train` has made" if is_run(each) else "is not a run folder"
-            raise RunFolderError(f"{each}: has no config.yaml; {rule}" if is_run(each) else f"{each}: {rule}")
-    configs = [load_yaml((each / "config.yaml").read_text(encoding="utf-8")) for each in (good, bad)]
+        check_run(each)
+        if not (each / "config.yaml").is_file():
+            raise RunFolderError(f"{each}: has no config.yaml; bisect needs runs that `pulsetrain train` has made")
+        if newer := newer_format(read_run_file(each)):
+            raise RunFolderError(f"{each}: {newer}")
+    configs = [_config_of(each) for each in (good, bad)]
     described = [read_run_file(each) for each in (good, bad)]
     training = [each.get("settings") for each in described]
     given = [each if isinstance(each, dict) else {} for each in training]
@@ -95,6 +96,13 @@ def read_pair(good: Path, bad: Path, metric: str | None, mode: str | None = None
     length = min(each.iteration for each in runs)
     processes = (processes_after(good, start), processes_after(bad, start))
     return Pair(good, bad, tuple(changes), chosen, known, start, length, (configs[0], configs[1]), processes)
+
+
+def _config_of(run: Path) -> dict[str, Any]:
+    found = read_yaml(run / "config.yaml")
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{run / 'config.yaml'}: is not a configuration; restore the file")
+    return found
 
 
 def _metric(
@@ -214,17 +222,20 @@ class Trials:
 
     def check(self, changes: Sequence[Change]) -> Verdict:
         """Run the good configuration with some of the changes, unless that has been done."""
-        every = self.pair.changes
-        numbers = [every.index(each) + 1 for each in changes]
-        name = "good" if not changes else "bad" if len(changes) == len(every) else "with-" + "-".join(map(str, numbers))
-        what = (
-            "none"
-            if not changes
-            else f"all {len(every)}"
-            if name == "bad"
-            else ", ".join(each.name for each in changes)
-        )
+        name = self._name_of(changes)
+        what = {"good": "none", "bad": f"all {len(changes)}"}.get(name) or ", ".join(each.name for each in changes)
         return self.add(name, what, lambda folder: self._train(folder, changes))
+
+    def trial_of(self, changes: Sequence[Change]) -> Trial:
+        """The run with these changes, which has ended."""
+        return next(each for each in self.all if each.name == self._name_of(changes))
+
+    def _name_of(self, changes: Sequence[Change]) -> str:
+        if not changes:
+            return "good"
+        if len(changes) == len(self.pair.changes):
+            return "bad"
+        return "-".join(["with", *(str(self.pair.changes.index(each) + 1) for each in changes)])
 
     def add(self, name: str, what: str, start: Callable[[Path], str]) -> Verdict:
         """Judge the run in the folder of this name, which is trained first unless it has ended."""
@@ -308,15 +319,13 @@ class Trials:
                 process.terminate()  # with a checkpoint; after a Ctrl-C it is stopping already
                 process.wait()
                 raise
-        if status in (0, 4):  # 4: with a state that cannot be saved
+        if status in TRAINED:
             return ""
-        if status in _STOPPED:
+        if status in STOPPED or -status in (signal.SIGINT, signal.SIGTERM):
             raise KeyboardInterrupt  # the same command continues
         if status < 0:
             return f"it was ended by signal {-status}{', perhaps for want of memory' * (status == -signal.SIGKILL)}"
-        text = output.read_bytes()[before:].decode(errors="replace")
-        errors = re.findall(r"^pulsetrain: error: (.*)$", text, re.MULTILINE)
-        return errors[-1] if errors else (text.strip().splitlines() or ["it left no output"])[-1]
+        return error_in(output.read_bytes()[before:].decode(errors="replace"))
 
 
 def _yaml(value: object) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shutil
+import os
 import sys
 from pathlib import Path
 
 from pulsetrain.cli.reports import OK
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.export.event_formats import format_count
 from pulsetrain.runs.archive import is_archive, unpacked, write_archive
 from pulsetrain.runs.summary import ARCHIVE_SUFFIX
@@ -21,31 +22,39 @@ def run(arguments: argparse.Namespace) -> int:
     into: Path = arguments.into
     if not into.is_dir():
         raise ConfigurationError(f"--into {into}: there is no such folder; create it first")
+    targets = [] if arguments.unpack else [_target(each, into) for each in arguments.runs]
+    for number, target in enumerate(targets):
+        if target in targets[:number]:  # --force would overwrite the first
+            raise ConfigurationError(f"{target}: two of the runs have this name; archive them into different folders")
     for each in arguments.runs:
-        print(_unpack(each, into) if arguments.unpack else _archive(each, arguments))
+        print(plain(_unpack(each, into) if arguments.unpack else _archive(each, arguments)))
     return OK
 
 
+def _target(run_folder: Path, into: Path) -> Path:
+    return into / f"{run_folder.resolve().name}{ARCHIVE_SUFFIX}"
+
+
 def _archive(run_folder: Path, arguments: argparse.Namespace) -> str:
-    target = arguments.into / f"{run_folder.resolve().name}{ARCHIVE_SUFFIX}"
+    target = _target(run_folder, arguments.into)
     if run_folder.resolve() in target.resolve().parents:
         raise ConfigurationError(f"--into {arguments.into}: is in the run folder, which is only read; choose another")
-    if target.exists() and not arguments.force:
+    if os.path.lexists(target) and not arguments.force:
         raise ConfigurationError(f"{target}: already exists; choose another folder with --into, or use --force")
     made = write_archive(run_folder, target, checkpoints=arguments.checkpoints)
     for each in made.left_out:
-        print(f"pulsetrain: left out {each}", file=sys.stderr)
+        print(f"pulsetrain: left out {plain(each)}", file=sys.stderr)
     for each in made.redacted:
-        print(f"pulsetrain: {each}: credentials were replaced in the archive", file=sys.stderr)
+        print(f"pulsetrain: {plain(each)}: credentials were replaced in the archive", file=sys.stderr)
     return f"{made.path}: {format_count(made.files, 'file')}, {made.size / 1e6:,.1f} MB"
 
 
 def _unpack(archive: Path, into: Path) -> str:
     if not is_archive(archive):
         raise RunFolderError(f"{archive}: is not a run's archive; `pulsetrain archive RUN` makes one")
-    folder = unpacked(archive)
+    folder = unpacked(archive, into)
     target = into / folder.name
-    if target.exists():
+    if os.path.lexists(target):
         raise ConfigurationError(f"{target}: already exists; choose another folder with --into")
-    shutil.move(folder, target)
+    folder.rename(target)
     return str(target)

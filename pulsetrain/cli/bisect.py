@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.bisect.changes import Change
 from pulsetrain.bisect.commits import commit_of, commits_between, notes_of, repository_of, train_commit
 from pulsetrain.bisect.search import Verdict, causes, first_bad
 from pulsetrain.bisect.trials import Pair, Trial, Trials, read_pair
+from pulsetrain.cli.interrupts import sigterm_interrupts
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.export.event_formats import format_count
 
 __all__ = ["run"]
@@ -38,9 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     until = start + (arguments.iterations or max(pair.length - start, 1))
     bad = pair.bad if pair.bad.name not in ("", "..") else pair.bad.resolve()
     into = arguments.into or bad.with_name(f"{bad.name}-bisect")
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with Trials(pair, into, until, arguments.noise, _show) as trials:
+        with sigterm_interrupts(), Trials(pair, into, until, arguments.noise, _show) as trials:
             where = f"from iteration {start:,} of {pair.good}" if start else "from the beginning"
             print(f"{pair.metric} of short runs {where} to {until:,}, in {into}", file=sys.stderr)
             counts = [f"{each} process{'es' * (each != 1)}" for each in pair.processes]
@@ -51,15 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\npulsetrain: stopped; the same command continues in {into}", file=sys.stderr)
         return STOPPED
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with until_closed():
         if arguments.format == "json":
             runs = [{"run": str(each.folder), **_row(each)} for each in trials.all]
             print(json.dumps({"metric": pair.metric, "start": start, "until": until, **answer, "runs": runs}))
         else:
             print(_table(trials.all, pair))
-            print("\n".join(answer["text"]))
+            print("\n".join(plain(line, keep="\n") for line in answer["text"]))
     return OK if answer["causes"] else FAILED
 
 
@@ -69,26 +66,17 @@ def _settings(trials: Trials) -> dict[str, Any]:
     found = causes(pair.changes, trials.check)
     text = []
     for cause in found:
-        name = next(each.name for each in trials.all if _is_of(each, cause, pair))
-        value = next(each.value for each in trials.all if each.name == name)
-        together = "" if len(cause) == 1 else " only together"
+        together, value = "" if len(cause) == 1 else " only together", trials.trial_of(cause).value
         text.append(f"\n{pair.metric} is {_number(value)} instead of {_number(trials.all[0].value)}{together} with")
         text += [f"  {each}" for each in cause]
     left = [each for each in pair.changes if not any(each in cause for cause in found)]
     if left and found:
         trials.check(left)
-        rest = trials.all[-1] if trials.all[-1].what == ", ".join(each.name for each in left) else None
-        rest = rest or next(each for each in trials.all if each.what == ", ".join(one.name for one in left))
+        rest = trials.trial_of(left)
         those = f"the other {len(left)} settings" if len(left) > 1 else "the other setting"
         ends = f"failed: {rest.error}" if rest.error else f"gives {_number(rest.value)}"
         text.append(f"without that, {those} {ends if len(left) == 1 else ends.replace('gives', 'give')}")
     return {"causes": [[each.name for each in cause] for cause in found], "text": text + _failures(trials)}
-
-
-def _is_of(trial: Trial, cause: Sequence[Change], pair: Pair) -> bool:
-    if len(cause) == len(pair.changes):
-        return trial.name == "bad"
-    return trial.what == ", ".join(each.name for each in cause)
 
 
 def _commits(trials: Trials, repository: Path, commits: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -121,7 +109,7 @@ def _failures(trials: Trials) -> list[str]:
 
 def _show(trial: Trial) -> None:
     value = trial.error if trial.error else f"{_number(trial.value)} {trial.verdict.value}"
-    print(f"{trial.name}: {value}  ({trial.what})", file=sys.stderr, flush=True)
+    print(plain(f"{trial.name}: {value}  ({trial.what})"), file=sys.stderr, flush=True)
 
 
 def _row(trial: Trial) -> dict[str, Any]:
@@ -133,12 +121,8 @@ def _table(trials: Sequence[Trial], pair: Pair) -> str:
     for each in trials:
         lines.append((str(each.folder), _number(each.value), each.verdict.value, each.what))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(plain("  ".join(map(str.ljust, line, widths)).rstrip()) for line in lines)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
-from pathlib import Path
 
-from pulsetrain.cli.archives import named
 from pulsetrain.cli.reports import DAMAGED, FAILED, OK, until_closed
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
@@ -25,7 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("pulsetrain diff: needs two run folders, or one with --ranks")
     a, b = (EventLog(folder, arguments.rank) for folder in (arguments.a, arguments.b))
     found = diff(a, b, rtol=arguments.rtol, atol=arguments.atol)
-    found = replace(found, a=Path(named(str(found.a))), b=Path(named(str(found.b))))
     with until_closed():
         if arguments.format == "json":
             print(json.dumps(found.as_dict(growth=not arguments.first)))

@@ -66,7 +66,7 @@ def _why_silent(log: EventLog, arguments: argparse.Namespace, *, silent: bool) -
     """What explains that no event matched, and the names that the log does not have and that resemble one of its."""
     if silent:
         hint = did_you_mean(arguments.engine, log.engines) if arguments.engine not in (None, *log.engines) else ""
-        yield f"no event of {log.folder} matches; its engines: {', '.join(log.engines)}{hint}"
+        yield f"no event of {log.label} matches; its engines: {', '.join(log.engines)}{hint}"
     there = log.event_types if arguments.event else []
     for name in (name for name in arguments.event or () if name not in there):
         from pulsetrain.engine.events.names import Events  # torch comes with them
@@ -75,7 +75,7 @@ def _why_silent(log: EventLog, arguments: argparse.Namespace, *, silent: bool) -
         hint = did_you_mean(name, [*there, *shipped]) if name not in shipped else ""
         if silent or hint:
             hint = hint or f"; it has {', '.join(there) or 'none'}"
-            yield f"--event {name}: no event of {log.folder} has this type{hint}"
+            yield f"--event {name}: no event of {log.label} has this type{hint}"
 
 
 def follow(
@@ -117,7 +117,7 @@ def _check(log: EventLog) -> int:
         state = "ended" if log.ended else "not closed: the run is still going or was killed, or the end is missing"
         ranks = logged_ranks(log.folder)
         which = f", rank {log.rank} of {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
-        print(f"{log.folder}{which}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
+        print(f"{log.label}{which}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
         for each in damage:
             print(f"  {each}")
     return DAMAGED if damage else OK

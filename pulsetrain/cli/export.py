@@ -21,10 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
         from pulsetrain.cli import export_model  # imports torch, which exporting a log does not need
 
         return export_model.run(arguments)
-    folder: Path = arguments.folder
-    log = EventLog(folder, arguments.rank)
-    if log.folder.name == "events":
-        folder = log.folder.parent
+    log = EventLog(arguments.folder, arguments.rank)
+    folder = log.run_folder
     name = folder.resolve().name + (f".rank{log.rank}" if log.rank else "")
     into: Path = arguments.into if arguments.into is not None else Path(name + ENDINGS[arguments.format])
     check_target(into, folder, arguments.format, arguments.force)

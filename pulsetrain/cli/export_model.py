@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from pulsetrain.cli.checkpoint import holder_of, weights_of
@@ -14,6 +15,7 @@ from pulsetrain.configuration.trained_model import example_inputs, run_holding, 
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve, save_safetensors
 from pulsetrain.engine.checkpoint.frozen import left_out_of
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.log.files import NamedPath
 from pulsetrain.export.models import merged, write_onnx, write_program
 
 __all__ = ["run"]
@@ -24,12 +26,13 @@ def run(arguments: argparse.Namespace) -> int:
     form = arguments.format
     if arguments.rank:
         raise ConfigurationError(f"--rank {arguments.rank}: chooses a log, and {form} is of a checkpoint; leave it out")
-    folder = resolve(arguments.folder)
+    run: str | os.PathLike[str] = arguments.folder
+    folder = resolve(Path(run))
     into: Path = arguments.into if arguments.into is not None else Path(folder.name + ENDINGS[form])
     check_target(into, run_holding(folder), form, arguments.force)
     with logs_on_stderr(), replacing(into) as partial:
         written = _write_weights(folder, partial) if form == "safetensors" else _write_program(folder, partial, form)
-    print(f"{into}: {written} of {folder}")
+    print(f"{into}: {written} of {f'{folder.name} of {run}' if isinstance(run, NamedPath) else folder}")
     return OK
 
 

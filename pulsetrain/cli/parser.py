@@ -4,7 +4,7 @@ Each command has two modules. `commands.NAME` says what it accepts: HELP, its li
 EPILOG, with examples and exit statuses; SYNOPSIS, where the usage line of argparse is too long; and add_arguments. It
 imports nothing that takes time. `NAME` has `run`, which gets the arguments and, among them, the `settings` of a
 configuration, and returns the exit status; it is imported when the command is run. ARCHIVES names the arguments
-that may be archives of runs; `run` gets the folders that they were unpacked into.
+that may be archives of runs; `run` gets a NamedPath for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import platform
 from importlib import import_module
 from typing import Any
 
-from pulsetrain.cli.archives import archives_as_folders
+from pulsetrain.cli.archives import open_archives
 from pulsetrain.cli.commands import (
     archive,
     bisect,
@@ -141,8 +141,8 @@ def make_parser() -> argparse.ArgumentParser:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the chosen command; returns its exit status."""
     try:
-        with archives_as_folders(arguments):
-            status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
+        open_archives(arguments)
+        status: int = import_module(f"pulsetrain.cli.{arguments.module}").run(arguments)
     except ModuleNotFoundError as error:
         missing = missing_package(f"pulsetrain {arguments.command}", error)
         if missing is None:

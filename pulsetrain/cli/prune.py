@@ -9,10 +9,11 @@ from pathlib import Path
 from pulsetrain.cli.reports import FAILED, OK
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.export.event_formats import format_count
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.prune import Pruned, prune, superfluous
-from pulsetrain.runs.summary import RunSummary, Status
+from pulsetrain.runs.summary import RunSummary
 from pulsetrain.runs.where import select_runs
 
 __all__ = ["run"]
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         names = [path.name for path in each.checkpoints]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         described = _described(len(names), each.size)
-        print(f"{each.run}: {described}: {', '.join(names[:_NAMED])}{more}")
+        print(plain(f"{each.run}: {described}: {', '.join(names[:_NAMED])}{more}"))
     total = _described(sum(len(each.checkpoints) for each in found), sum(each.size for each in found))
     if not arguments.yes:
         print(f"would delete {total}; nothing was deleted: add --yes" if found else "nothing to delete")
@@ -47,9 +48,8 @@ def _described(checkpoints: int, size: int) -> str:
 
 
 def _pruned(summary: RunSummary, every: list[RunSummary], arguments: argparse.Namespace) -> Pruned:
-    is_going = summary.status in (Status.RUNNING, Status.STALLED)
     age = time.time() - (summary.updated or 0.0)
-    if is_going or (arguments.older_than is not None and age < arguments.older_than * 86400):
+    if summary.status.is_going or (arguments.older_than is not None and age < arguments.older_than * 86400):
         return Pruned(summary.folder, [], 0)
     parents = [each.parent for each in every if each.parent is not None]
     names = {str(each.get("checkpoint")) for each in parents if Path(str(each["run"])) == summary.folder.resolve()}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.submit.local_queue import ENDED, LocalQueue, QueuedJob
 from pulsetrain.submit.queue_process import ensure_running
 
@@ -31,7 +32,7 @@ def print_status(queue: LocalQueue, cancel: int | None) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     with until_closed():
         for row in rows:
-            print("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip())
+            print(plain("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip()))
         if hidden:
             print(f"and {len(hidden)} earlier job(s) that have ended")
     if restarted:
@@ -61,7 +62,7 @@ def _row(job: QueuedJob) -> tuple[str, ...]:
     if job.state in ENDED:
         devices = "-"
     since = job.submitted if job.state == "waiting" or job.started is None else job.started
-    seconds = int((time.time() if job.ended is None or job.state == "waiting" else job.ended) - since)
+    seconds = max(0, int((time.time() if job.ended is None or job.state == "waiting" else job.ended) - since))
     took = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
     state = f"{job.state} ({job.status})" if job.state == "failed" and job.status is not None else job.state
     return str(job.id), state, devices, str(job.interruptions), took, job.name, job.output

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pulsetrain.cli.archives import named
 from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.instantiate import instantiate
@@ -33,11 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     variants = [(text, parse_handler(text)) for text in arguments.handlers]
     for text, spec in variants:
         _keep_apart(text, spec)  # all are checked before the first is played
-    logs = [(folder, EventLog(folder, arguments.rank)) for folder in arguments.runs]
+    logs = [(run, EventLog(run, arguments.rank)) for run in arguments.runs]
     rows = [
-        _what_if(folder, log, text, _make(text, spec), arguments.engine)
-        for folder, log in logs
-        for text, spec in variants
+        _what_if(run, log, text, _make(text, spec), arguments.engine) for run, log in logs for text, spec in variants
     ]
     with until_closed():
         if arguments.format == "json":
@@ -45,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(_table(rows))
     failed = [f"{row['run']}: {row['error']}" for row in rows if row["error"] is not None]
-    damaged = [f"{folder}: damaged: {damage}" for folder, log in logs for damage in log.damage]
+    damaged = [f"{run}: damaged: {damage}" for run, log in logs for damage in log.damage]
     for line in (*(f"error: {each}" for each in failed), *damaged):
         print(f"pulsetrain: {line}", file=sys.stderr)
     return USAGE if failed else DAMAGED if damaged else OK
@@ -98,7 +96,9 @@ def _in_words(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: str | None) -> dict[str, object]:
+def _what_if(
+    run: os.PathLike[str], log: EventLog, text: str, handler: Handler, engine: str | None
+) -> dict[str, object]:
     """One row: what the handler would have done in the run."""
     failed: str | None = None
     try:
@@ -113,11 +113,11 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
         finally:
             getattr(handler, "detach", lambda: None)()
     except PulsetrainError as error:
-        raise error.with_text(f"{folder}: {error}") from error
+        raise error.with_text(f"{run}: {error}") from error
     total = replay.last_iteration
     stop: Stop | None = replay.stops[0] if replay.stops and failed is None else None
     return {
-        "run": named(str(folder)),
+        "run": str(run),
         "handler": text,
         "stopped": stop is not None,
         **{name: getattr(stop, name, None) for name in ("epoch", "iteration", "reason")},

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, cast
 
-from pulsetrain.cli.archives import named
 from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import PulsetrainError
+from pulsetrain.engine.plain_text import plain
 
 __all__ = ["output_may_fail", "program", "report", "report_damage", "until_closed"]
 
 OK, FAILED, USAGE, DAMAGED, UNSAVED, STOPPED = 0, 1, 2, 3, 4, 130
+_LINES = "\n\t"  # that errors may have
 
 
 def report(error: BaseException, status: int = USAGE) -> int:
@@ -24,11 +25,11 @@ def report(error: BaseException, status: int = USAGE) -> int:
 
     Notes, which say where in the code the error was raised, are printed for errors that are not ours.
     """
-    text = named(str(error)) or type(error).__name__
+    text = plain(str(error), _LINES) or type(error).__name__
     expected = isinstance(error, PulsetrainError)
     print(f"pulsetrain: {_who()}error: {text if expected else f'{type(error).__name__}: {text}'}", file=sys.stderr)
     for note in () if expected else getattr(error, "__notes__", ()):
-        print(f"  {note}", file=sys.stderr)
+        print(f"  {plain(note, _LINES)}", file=sys.stderr)
     return status
 
 

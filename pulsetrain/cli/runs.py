@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from pulsetrain.cli.reports import OK, until_closed
-from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.listing import FORMATS, check_columns, columns_of, sorted_by
 from pulsetrain.runs.summary import Status
@@ -21,9 +22,14 @@ def run(arguments: argparse.Namespace) -> int:
     root = arguments.folder or (Path("runs") if Path("runs").is_dir() else Path())
     for status in arguments.status:
         check_choice("pulsetrain runs", "status", status, [each.value for each in Status])
-    found = RunIndex(root, cache=not arguments.no_index).summaries(archives=True)
+    if arguments.limit is not None:
+        check_whole_number("pulsetrain runs", "limit", arguments.limit)
+    index = RunIndex(root, cache=not arguments.no_index)
+    found = index.summaries(archives=True)
+    for folder in index.unreadable:
+        print(f"pulsetrain: {plain(folder)}: cannot be read: permission denied", file=sys.stderr)
     if not found:
-        print(f"pulsetrain: {root}: holds no runs; name a folder that does", file=sys.stderr)
+        print(f"pulsetrain: {plain(str(root))}: holds no runs; name a folder that does", file=sys.stderr)
         return OK
     chosen = select_runs(found, arguments.where)
     if arguments.status:

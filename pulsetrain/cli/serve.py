@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pulsetrain.cli.reports import OK
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.serve.server import Address, serve
 
 __all__ = ["run"]
@@ -16,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     root = arguments.folder or (Path("runs") if Path("runs").is_dir() else Path())
 
     def started(address: Address) -> None:
-        print(f"{root}: {address.url}\nCtrl-C ends it", flush=True)
+        print(f"{plain(str(root))}: {address.url}\nCtrl-C ends it", flush=True)
 
     try:
         serve(root, host=arguments.host, port=arguments.port, token=arguments.token, on_start=started)

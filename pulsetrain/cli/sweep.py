@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,13 @@ from pathlib import Path
 import yaml
 
 from pulsetrain.cli import main
+from pulsetrain.cli.interrupts import sigterm_interrupts
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.sweep.population import lineage_of
-from pulsetrain.sweep.results import SweepResults, Trial, read_results
+from pulsetrain.sweep.results import SweepResults, Trial, read_results, text_of
 from pulsetrain.sweep.spec import Spec, read_saved, read_spec
 
 __all__ = ["run"]
@@ -40,16 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
             other = "smaller" if mode == "max" else "larger"
             print(f"pulsetrain: note: mode={mode} for {metric}, of which {other} values are usually better",
                   file=sys.stderr)  # fmt: skip
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        results = run_sweep(
-            spec, main, lambda trial: print(_line(trial), file=sys.stderr, flush=True), arguments.worker
-        )
+        with sigterm_interrupts():
+            results = run_sweep(
+                spec, main, lambda trial: print(_line(trial), file=sys.stderr, flush=True), arguments.worker
+            )
     except KeyboardInterrupt:
         print(f"\npulsetrain: stopped; the same command continues the sweep in {spec.folder}", file=sys.stderr)
         return STOPPED
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     others_train = any(trial.state == "running" for trial in results.trials)  # workers, or another machine
     is_last = results.best is not None and not (others_train and arguments.worker is not None)
     written = _written(spec, results) if is_last else {}  # before the output, whose reader may have left
@@ -85,10 +84,6 @@ def _written(spec: Spec, results: SweepResults) -> dict[str, object]:
             said |= {"lineage": " -> ".join(map(str, lineage_of(best.folder)))}
         said |= {"configuration": folder / "best.yaml"}
     return {**said, "pictures": write_pictures(spec)}
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _read(arguments: argparse.Namespace) -> Spec:
@@ -129,13 +124,9 @@ def _arguments_of(spec: Spec, handler: str) -> dict[str, object]:
 
 
 def _line(trial: Trial) -> str:
-    values = ", ".join(f"{name} {value:.6g}" for name, value in trial.values.items())
-    params = ", ".join(f"{name} {_short(value)}" for name, value in trial.params.items())
-    return f"trial {trial.number} {trial.state}: {values or trial.error or params}{f' ({params})' if values else ''}"
-
-
-def _short(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    params = ", ".join(f"{name} {text_of(value)}" for name, value in trial.params.items())
+    ended = f"{trial.values_text} ({params})" if trial.values else trial.error or params
+    return plain(f"trial {trial.number} {trial.state}: {ended}")
 
 
 def _table(results: SweepResults) -> str:
@@ -144,11 +135,11 @@ def _table(results: SweepResults) -> str:
     params = list(dict.fromkeys(name for trial in results.trials for name in trial.params))
     rows = [("trial", "state", *metrics, *params, "error")]
     for trial in results.ordered:
-        values = [f"{trial.values[name]:.6g}" if name in trial.values else "-" for name in metrics]
-        given = [_short(trial.params[name]) if name in trial.params else "-" for name in params]
+        values = [text_of(trial.values[name]) if name in trial.values else "-" for name in metrics]
+        given = [text_of(trial.params[name]) if name in trial.params else "-" for name in params]
         rows.append((str(trial.number), trial.state, *values, *given, trial.error))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+    return "\n".join(plain("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip()) for row in rows)
 
 
 def _write_config(spec: Spec, trial: Trial, path: Path) -> None:
@@ -159,8 +150,7 @@ def _write_config(spec: Spec, trial: Trial, path: Path) -> None:
 
     config = read_config(Path(spec.config), settings_of(spec, trial.params))
     name = path.stem if path.parent == Path(spec.folder) else f"trial-{trial.number}"
-    values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
-    text = f"# trial {trial.number} of {spec.folder}: {values} at its {spec.value} validation\n"
+    text = f"# trial {trial.number} of {spec.folder}: {trial.values_text} at its {spec.value} validation\n"
     if spec.sampler == "population":
         text += "# the last settings of its lineage; the run folders of the lineage have those before\n"
     path.parent.mkdir(exist_ok=True)

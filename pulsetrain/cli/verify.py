@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
-from pulsetrain.cli.archives import named
 from pulsetrain.cli.launch import Launch, launch_once
 from pulsetrain.cli.reports import DAMAGED, FAILED, OK, report, until_closed
 from pulsetrain.cli.results import logs_on_stderr, run_folder
@@ -20,7 +20,8 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Train again, print the result, and return it as the exit status; or start the processes that do."""
-    run = run_folder(arguments.folder)
+    given = arguments.folder
+    run = run_folder(given) if isinstance(given, Path) else given
     how = Launch.of(arguments.settings)
     if how is not None:
         return _launch(how, run, arguments)
@@ -43,15 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     return OK if found else DAMAGED
 
 
-def _launch(how: Launch, run: Path, arguments: argparse.Namespace) -> int:
+def _launch(how: Launch, run: str | os.PathLike[str], arguments: argparse.Namespace) -> int:
     """Verify in several processes."""
     if "launch.min_nproc" in arguments.settings:
         raise ConfigurationError(
             "--launch.min_nproc: a run is repeated by as many processes as --launch.nproc says; leave it out"
         )
     check_request(run, arguments.first, arguments.last, how.nproc)
-    words = ["verify", named(str(run))]  # each process unpacks an archive itself
+    words = ["verify", str(run)]  # each process unpacks an archive itself
     for name, value in (("from", arguments.first), ("to", arguments.last)):
         words += [f"--{name}", str(value)] if value is not None else []
-    threads = (read_run_file(run).get("environment") or {}).get("threads")
+    threads = (read_run_file(Path(run)).get("environment") or {}).get("threads")
     return launch_once(how.nproc, words, threads if isinstance(threads, int) else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(runs: Sequence[Watched]) -> int:
     for each in runs:
-        if not each.run.folder.exists():
-            raise RunFolderError(f"{each.run.folder}: does not exist; name a run folder")
+        if not os.path.exists(each.run.folder):
+            raise RunFolderError(f"{each.run.label}: does not exist; name a run folder")
         each.update()
         if each.error:
             raise RecordingError(each.error)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from pulsetrain.cli.reports import OK, until_closed
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.diff.result import describe_event, spans
 from pulsetrain.engine.recording.where import Position, positions, stragglers
 
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format == "json":
             print(json.dumps([_as_dict(each, each in last) for each in found]))
         else:
-            print("\n".join(_lines(found, last)))
+            print("\n".join(map(plain, _lines(found, last))))
     return OK
 
 

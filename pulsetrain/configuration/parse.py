@@ -7,6 +7,7 @@ where it knows the type: not inside a section that any class path may fill
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ __all__ = ["differences", "read_config"]
 STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "ProgressBar", "CrashBundle")
 
 
-def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
+def read_config(path: os.PathLike[str], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Read the file and apply the overrides.
 
     Args:
-        path: the file.
+        path: the file; messages call it what `str(path)` is.
         overrides: values as YAML text, by dotted key: {"training.learning_rate": "3e-4"}.
 
     Raises:
@@ -47,7 +48,7 @@ def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
                 f"{path}: the section {section!r} is missing; it names a class or function to call"
             )
     _check_kinds(path, config)
-    for section, value in (("run", f"runs/{path.stem}-{{n}}"), ("strategy", "supervised"), ("backend", "torch")):
+    for section, value in (("run", f"runs/{Path(path).stem}-{{n}}"), ("strategy", "supervised"), ("backend", "torch")):
         if config.get(section) is None:
             config[section] = value
     if "handlers" not in config:
@@ -99,7 +100,7 @@ def _override(config: dict[str, object], key: str, text: str) -> None:
     parent[name] = value
 
 
-def _check_kinds(path: Path, config: Mapping[str, object]) -> None:
+def _check_kinds(path: os.PathLike[str], config: Mapping[str, object]) -> None:
     wanted: dict[str, tuple[type, str]] = {
         "run": (str, "a folder"),
         "training": (dict, "a mapping of settings"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,13 +10,14 @@ from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import RunFolderError
-from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.log.files import NamedPath
+from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
 from pulsetrain.handlers.run_files.redaction import redacted_settings
 
 __all__ = ["base_of", "rebuild"]
 
 
-def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) -> Assembly:
+def rebuild(run: str | os.PathLike[str], folder: Path, settings: Mapping[str, str] | None = None) -> Assembly:
     """Assemble the run's config.yaml, with another run folder.
 
     Args:
@@ -24,15 +26,17 @@ def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) 
         settings: values as YAML text, by dotted key, that replace those of the file.
 
     Raises:
-        RunFolderError: the run was not made from a configuration.
+        RunFolderError: the run was not made from a configuration, or by a newer version.
         PulsetrainError: a part cannot be made any more; the message names it.
     """
-    file = run / "config.yaml"
-    if not file.is_file():
+    file = NamedPath(Path(run, "config.yaml"), str(Path(str(run), "config.yaml")))
+    if not file.path.is_file():
         raise RunFolderError(
             f"{run}: has no config.yaml, so the command line cannot make its trainer: `pulsetrain train` did not start "
             "this run. From Python, pulsetrain.verify(run, build_trainer) takes a function that makes it"
         )
+    if newer := newer_format(read_run_file(Path(run))):
+        raise RunFolderError(f"{run}: {newer}")
     config = read_config(file, settings or {})
     if missing := list(redacted_settings(config)):
         names = ", ".join(missing)
@@ -40,7 +44,7 @@ def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) 
             f"{file}: credentials are not kept in run folders; give {names} again: `pulsetrain fork` takes "
             f"--{missing[0]}=VALUE, and pulsetrain.verify() in Python a function that makes the trainer"
         )
-    return assemble(config, base_of(run), folder)
+    return assemble(config, base_of(Path(run)), folder)
 
 
 def base_of(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -34,6 +35,7 @@ class _FastLoader(_Numbers, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # t
     """In C, where PyYAML has it: ten times as fast."""
 
 
+_DEEPEST = 5_000
 _NUMBER = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)|[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)"
 for _each in (_Loader, _FastLoader):
     _each.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER})$"), list("-+0123456789."))
@@ -48,25 +50,29 @@ def load_yaml(text: str, *, fast: bool = False) -> Any:  # whatever the text hol
 
     Raises:
         yaml.YAMLError: the text is not YAML, or gives a key twice.
+        RecursionError: it nests too deep.
 
     >>> load_yaml("{learning_rate: 3e-4, betas: [0.9, 0.99]}")
     {'learning_rate': 0.0003, 'betas': [0.9, 0.99]}
     """
-    return yaml.load(text, _FastLoader if fast else _Loader)
+    nests = sum(map(text.count, ("[", "{", "- ", "? ")))  # at most so deep: the one in C ends the process by far more
+    return yaml.load(text, _FastLoader if fast and nests < _DEEPEST else _Loader)
 
 
-def read_yaml(path: Path) -> Any:  # whatever the file holds
+def read_yaml(path: os.PathLike[str]) -> Any:  # whatever the file holds
     """The value that a file holds.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not YAML.
     """
     try:
-        return load_yaml(path.read_text(encoding="utf-8"))
+        return load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: not valid YAML: {one_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigurationError(f"{path}: nests too deep; correct the file") from error
 
 
 def one_line(error: Exception) -> str:

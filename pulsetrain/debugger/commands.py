@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pulsetrain.debugger.command import Command, whole_number
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, unknown_name
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.predicate import FIELDS
 from pulsetrain.export.event_formats import FORMATS
@@ -254,5 +255,4 @@ def printable(text: str) -> str:
     >>> print(printable("a\x1b[31m"))
     a\x1b[31m
     """
-    text = text.rstrip("\n")
-    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+    return plain(text.rstrip("\n"), keep="\n")

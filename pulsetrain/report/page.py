@@ -85,7 +85,7 @@ def _card(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     rows.append(
         ("events", f"{len(record.log):,}, of which {len(Side(record.log)):,} are deterministic (see pulsetrain diff)")
     )
-    rows.append(("folder", str(record.folder)))
+    rows.append(("folder", record.log.run.name))
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
     return (
         f'<article style="border-top-color:{run.color}"><h2><i style="background:{run.color}"></i>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Processes:
     damage: tuple[str, ...]  # of the logs of other ranks than 0, or that one is missing
 
 
-def read_processes(run: Path) -> Processes | None:
+def read_processes(run: str | os.PathLike[str]) -> Processes | None:
     """Read the logs of all processes; None if one has trained the run.
 
     Args:
@@ -56,7 +57,7 @@ def read_processes(run: Path) -> Processes | None:
     Raises:
         RecordingError: a log has a newer format.
     """
-    hosts = hosts_of(run)
+    hosts = hosts_of(Path(run))
     found = {each.rank: each for each in positions(run)}
     ranks = sorted({*found, *range(len(hosts or ()))})
     if len(ranks) < 2:
@@ -110,7 +111,7 @@ def _state(position: Position | None) -> str:
     return f"{position.activity}: {position.place}" if position.place else position.activity
 
 
-def _agreement(run: Path) -> tuple[str, bool]:
+def _agreement(run: str | os.PathLike[str]) -> tuple[str, bool]:
     try:
         found = diff_ranks(run)
     except RecordingError as error:

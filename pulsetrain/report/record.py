@@ -28,7 +28,7 @@ class RunRecord(RunCurves):
         if not log.engines:
             damaged = f"; damaged: {log.damage[0]}" if log.damage else ""
             raise RecordingError(
-                f"{log.folder}: the log holds no event{damaged}; name a run that has started with an EventRecorder"
+                f"{log.label}: the log holds no event{damaged}; name a run that has started with an EventRecorder"
             )
         super().__init__(log.main_engine)
         for event in log.read(event=[name for name in log.event_types if self.reads(name)]):

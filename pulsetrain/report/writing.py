@@ -60,17 +60,18 @@ def write_report(
         RunFolderError: the file exists, or cannot be written.
         ConfigurationError: plotly is not installed, no run is named, or one is named twice.
     """
-    folders = [Path(runs)] if isinstance(runs, str | os.PathLike) else [Path(run) for run in runs]
-    names = _names(folders)
-    logs = [EventLog(folder) for folder in folders]
+    given = [runs] if isinstance(runs, str | os.PathLike) else runs
+    folders = [Path(run) for run in given]
+    names = _names(given)
+    logs = [EventLog(run) for run in given]
     path = Path(into)
     _check_target(path, folders, force)
     graphs, io = (load_optional("report", f"plotly.{name}", "report") for name in ("graph_objects", "io"))
     found = []
     for index, (name, log) in enumerate(zip(names, logs, strict=True)):
         record = RunRecord(log)
-        color, folder = PALETTE[index % len(PALETTE)], record.folder
-        found.append(ReportedRun(name, color, record, read_facts(folder), read_processes(folder)))
+        color = PALETTE[index % len(PALETTE)]
+        found.append(ReportedRun(name, color, record, read_facts(log.run_folder), read_processes(log.run)))
     chart: str = io.to_html(
         graphs.Figure(figure_of(found)), config=_CHART, include_plotlyjs=True, include_mathjax=False, full_html=False
     )
@@ -85,18 +86,18 @@ def write_report(
     return Report(path, len(content), sum(len(run.record.curves) for run in found), damage)
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names; whole paths if two have the same name."""
-    if not folders:
+def _names(runs: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The folders' own names; what messages call the runs if two have the same name."""
+    if not runs:
         raise ConfigurationError("names no run; name at least one run folder", "report", runs=[])
-    paths = [folder.resolve() for folder in folders]
+    paths = [Path(run).resolve() for run in runs]
     for index, path in enumerate(paths):
         if path in paths[:index]:
             raise ConfigurationError(
-                f"{folders[index]} is named twice; name each run once", "report", runs=[*map(str, folders)]
+                f"{runs[index]} is named twice; name each run once", "report", runs=[*map(str, runs)]
             )
     names = [path.name or str(path) for path in paths]
-    own = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    own = [name if names.count(name) == 1 else str(run) for name, run in zip(names, runs, strict=True)]
     return [os.fsencode(name).decode("utf-8", "backslashreplace") for name in own]  # whatever the locale is
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from itertools import pairwise
@@ -70,7 +71,7 @@ def virtual_ranks_of(run: Path) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def check_processes(run: Path, first: int, last: int | None, here: int) -> list[int]:
+def check_processes(run: str | os.PathLike[str], first: int, last: int | None, here: int) -> list[int]:
     """Refuse to repeat iterations by more or fewer processes than have trained them, unless virtual ranks share them.
 
     Args:
@@ -87,10 +88,10 @@ def check_processes(run: Path, first: int, last: int | None, here: int) -> list[
     """
     found = [
         each
-        for each in processes_of(run)
+        for each in processes_of(Path(run))
         if (each.last is None or each.last >= first) and (last is None or each.first <= last)
     ]
-    virtual = virtual_ranks_of(run)
+    virtual = virtual_ranks_of(Path(run))
     if virtual is not None:
         if virtual % here:
             raise ConfigurationError(
@@ -117,7 +118,7 @@ def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
-def _command(run: Path, count: int) -> str:
+def _command(run: str | os.PathLike[str], count: int) -> str:
     command = shlex.join(["pulsetrain", "verify", str(run)])
     if count == 1:
         return command

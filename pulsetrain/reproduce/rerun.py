@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def checkpoint_before(run: Path, iteration: int) -> Location | None:
     return max(before, key=step_of, default=None)  # it may be damaged, which loading reports
 
 
-def nearest_checkpoint(run: Path, iteration: int) -> Location:
+def nearest_checkpoint(run: str | os.PathLike[str], iteration: int) -> Location:
     """The run's last checkpoint before this iteration.
 
     Args:
@@ -62,9 +63,9 @@ def nearest_checkpoint(run: Path, iteration: int) -> Location:
     Raises:
         CheckpointError: there is none.
     """
-    nearest = checkpoint_before(run, iteration)
+    nearest = checkpoint_before(Path(run), iteration)
     if nearest is None:
-        found = find_checkpoints(run / "checkpoints")
+        found = find_checkpoints(Path(run, "checkpoints"))
         there = f"the first was saved after iteration {min(map(step_of, found))}" if found else "it has none"
         raise CheckpointError(
             f"{run}: has no checkpoint before iteration {iteration}; {there}; choose a later iteration"
@@ -72,16 +73,16 @@ def nearest_checkpoint(run: Path, iteration: int) -> Location:
     return nearest
 
 
-def first_checkpoint(run: Path) -> Location | None:
+def first_checkpoint(run: str | os.PathLike[str]) -> Location | None:
     """The checkpoint that a forked run starts with; None if the run was not forked.
 
     Raises:
         CheckpointError: a forked run has no checkpoint.
     """
-    parent = read_run_file(run).get("parent")
+    parent = read_run_file(Path(run)).get("parent")
     if parent is None:
         return None
-    found = find_checkpoints(run / "checkpoints")
+    found = find_checkpoints(Path(run, "checkpoints"))
     if not found:
         raise CheckpointError(f"{run}: was forked from another run, and has no checkpoint to start from")
     return found[0]

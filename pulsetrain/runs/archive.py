@@ -9,24 +9,28 @@ from __future__ import annotations
 import atexit
 import fnmatch
 import hashlib
+import os
 import shutil
+import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.handlers.run_files.redaction import redacted
-from pulsetrain.runs.credentials import without_credentials
+from pulsetrain.runs.credentials import is_private, without_credentials
 from pulsetrain.runs.progress import Progress
-from pulsetrain.runs.summary import RunSummary, Status, is_run, summarize
+from pulsetrain.runs.summary import RunSummary, Status, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
 __all__ = ["Archived", "Kept", "is_archive", "summarize_archive", "unpacked", "write_archive"]
@@ -34,8 +38,10 @@ __all__ = ["Archived", "Kept", "is_archive", "summarize_archive", "unpacked", "w
 _CONTENTS = "pulsetrain-archive.json"
 _FORMAT = 1
 _STORED = frozenset({".zst", ".png", ".gz", ".zip", ".pt", ".safetensors", ".mp4", ".jpg"})
-_PRIVATE = (".env", "*.env", ".netrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", ".git-credentials")
 _OF_THE_PROCESS = (".owner", "*.lock", ".lock")
+_LONGEST = 1 << 28  # bytes of the list of files
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, ValueError, RuntimeError, OverflowError)
+"""What zipfile raises where bytes are not as they were written, or an archive is encrypted."""
 
 Kept: TypeAlias = Literal["none", "best", "latest", "all"]
 
@@ -78,10 +84,8 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
         RunFolderError: it is not a run folder, the run has not ended, its log has texts with credentials, or the file
             cannot be written.
     """
-    if not is_run(folder):
-        raise RunFolderError(f"{folder}: is not a run folder; `pulsetrain runs` lists those below a folder")
     status = summarize(folder).status
-    if status in (Status.RUNNING, Status.STALLED):
+    if status.is_going:
         raise RunFolderError(f"{folder}: the run is {status.value}; stop it, or archive it when it has ended")
     _check_events(folder)
     name = folder.resolve().name
@@ -96,8 +100,16 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
                 file.writestr(_info(_CONTENTS, compress=True), msgspec.json.encode(contents))
             _check(partial)
             partial.replace(into)
+    except PulsetrainError:
+        raise
     except OSError as error:
-        raise RunFolderError(f"{into}: the archive cannot be written: {error.strerror or error}") from error
+        why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        rule = "make room on its disk, fix the permissions, or choose another folder with --into"
+        raise RunFolderError(f"{into}: the archive cannot be written: {why}; {rule}") from error
+    except UnicodeEncodeError as error:
+        raise RunFolderError(
+            f"{folder}: the name of a file in it has bytes that are not text: {error.object!r}; rename it"
+        ) from error
     archived.files, archived.size = len(contents.files), into.stat().st_size
     return archived
 
@@ -106,31 +118,34 @@ def is_archive(path: Path) -> bool:
     """Whether it is a file that `write_archive` has made."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(path) as file:
-        return _CONTENTS in file.namelist()
+    try:
+        with zipfile.ZipFile(path) as file:
+            return _CONTENTS in file.namelist()
+    except (OSError, *_DAMAGE):
+        return False
 
 
-def unpacked(path: Path) -> Path:
+def unpacked(path: Path, into: Path | None = None) -> Path:
     """The run folder of an archive, unpacked into a temporary folder until the process ends; other paths as they are.
+
+    Args:
+        path: the archive.
+        into: where the temporary folder is made; by default, where those of the system are.
 
     Raises:
         RunFolderError: the file is a zip file of other content, or a damaged or a newer archive.
     """
     if not is_archive(path):
         if path.is_file() and path.suffix == ".zip":
-            raise RunFolderError(f"{path}: is not a run's archive, or is damaged; name a run folder, or another copy")
+            raise RunFolderError(f"{path}: {_no_archive(path)}; name a run folder, or another copy")
         return path
-    with zipfile.ZipFile(path) as file:
+    with _unpacking(path, into) as file:
         contents = _contents(file, path)
-        target = Path(tempfile.mkdtemp(prefix="pulsetrain-archive-"))
+        target = Path(tempfile.mkdtemp(prefix=".pulsetrain-archive-", dir=into))
         atexit.register(shutil.rmtree, target, ignore_errors=True)
         folder = target / contents.run
         folder.mkdir()
-        for within, expected in contents.files.items():
-            written = folder / within
-            written.parent.mkdir(parents=True, exist_ok=True)
-            with written.open("wb") as out:
-                _copy(file, path, contents, within, expected, out.write)
+        _extract(file, path, contents, contents.files, folder)
     return folder
 
 
@@ -138,18 +153,14 @@ def summarize_archive(path: Path) -> RunSummary:
     """What is known of an archived run: how it ended is the reason, and so is why the file cannot be read."""
     try:
         if not is_archive(path):
-            raise RunFolderError("is not a run's archive, or is damaged")
-        with zipfile.ZipFile(path) as file, tempfile.TemporaryDirectory(prefix="pulsetrain-archive-") as beside:
+            raise RunFolderError(_no_archive(path))
+        with _unpacking(path) as file, tempfile.TemporaryDirectory(prefix="pulsetrain-archive-") as beside:
             contents = _contents(file, path)
             folder = Path(beside, contents.run)
             (folder / "events").mkdir(parents=True)
-            for within, expected in contents.files.items():
-                if within in ("run.json", "config.yaml", TAGS_FILE) or PurePosixPath(within).parts[0] == "events":
-                    (folder / within).parent.mkdir(parents=True, exist_ok=True)
-                    with (folder / within).open("wb") as out:
-                        _copy(file, path, contents, within, expected, out.write)
+            _extract(file, path, contents, filter(_is_summarized, contents.files), folder)
             found = summarize(folder)
-    except (RunFolderError, OSError, zipfile.BadZipFile) as error:
+    except RunFolderError as error:
         nothing: dict[str, float] = {}
         return RunSummary(
             path, "", Status.ARCHIVED, str(error), Progress(), None, None, nothing, nothing, {}, (), None, 1
@@ -158,20 +169,71 @@ def summarize_archive(path: Path) -> RunSummary:
     return replace(found, folder=path, status=Status.ARCHIVED, reason=reason)
 
 
+def _no_archive(path: Path) -> str:
+    return "is not a run's archive, or is damaged" if os.access(path, os.R_OK) else "cannot be read: permission denied"
+
+
+@contextmanager
+def _unpacking(path: Path, into: Path | None = None) -> Iterator[zipfile.ZipFile]:
+    """An open archive.
+
+    Raises:
+        RunFolderError: it is damaged, or cannot be read, or there is no room for what is in it.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            yield file
+    except PulsetrainError:
+        raise
+    except OSError as error:
+        why = f"cannot be unpacked into {into or tempfile.gettempdir()}: {error.strerror or error}"
+        where = "set TMPDIR to" if into is None else "choose"
+        raise RunFolderError(f"{path}: {why}; {where} another folder, or use another copy") from error
+    except _DAMAGE as error:
+        raise RunFolderError(f"{path}: is damaged: {error}; use another copy") from error
+
+
+def _extract(file: zipfile.ZipFile, path: Path, contents: _Contents, names: Iterable[str], folder: Path) -> None:
+    for within in names:
+        written = folder / within
+        written.parent.mkdir(parents=True, exist_ok=True)
+        with written.open("wb") as out:
+            _copy(file, path, contents, within, contents.files[within], out.write)
+
+
+def _is_summarized(within: str) -> bool:
+    """Whether a summary is read from the file."""
+    return within in ("run.json", "config.yaml", TAGS_FILE) or PurePosixPath(within).parts[0] == "events"
+
+
 def _files(folder: Path, checkpoints: Kept, archived: Archived) -> Iterator[Path]:
     chosen = _checkpoints(folder, checkpoints)
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(_within(folder)):
         within = path.relative_to(folder)
-        if path.is_symlink() or any(each.is_symlink() for each in path.parents if each.is_relative_to(folder)):
-            archived.left_out += [f"{within}: a link"] if path.is_symlink() else []
+        if path.is_symlink():
+            archived.left_out.append(f"{within}: a link")
         elif not path.is_file() or any(fnmatch.fnmatch(path.name, each) for each in _OF_THE_PROCESS):
             continue
-        elif any(fnmatch.fnmatch(path.name.lower(), each) for each in _PRIVATE):
+        elif is_private(path.name):
             archived.left_out.append(f"{within}: credentials, by its name")
         elif within.parts[0] == "checkpoints" and len(within.parts) > 2 and within.parts[1] not in chosen:
             continue
         else:
             yield path
+
+
+def _within(folder: Path) -> Iterator[Path]:
+    """All that is in the folder; links are not followed.
+
+    Raises:
+        OSError: a folder in it cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for above, folders, files in os.walk(folder, onerror=refuse):
+        yield from (Path(above, name) for name in (*folders, *files))
 
 
 def _checkpoints(folder: Path, kept: Kept) -> set[str]:
@@ -244,8 +306,10 @@ def _texts(value: Json) -> Iterator[str]:
 
 def _contents(file: zipfile.ZipFile, path: Path) -> _Contents:
     try:
+        if file.getinfo(_CONTENTS).file_size > _LONGEST:
+            raise ValueError(f"it would have more than {_LONGEST:,} bytes")
         found = msgspec.json.decode(file.read(_CONTENTS), type=_Contents)
-    except (msgspec.MsgspecError, zipfile.BadZipFile, ValueError) as error:
+    except _DAMAGE as error:  # msgspec's errors are ValueErrors
         raise RunFolderError(f"{path}: the archive's list of files is damaged: {error}; use another copy") from error
     if found.format > _FORMAT:
         raise RunFolderError(f"{path}: is an archive of format {found.format}; this version reads {_FORMAT}; update")
@@ -273,7 +337,7 @@ def _copy(
                 digest.update(part)
                 size += len(part)
                 write(part)
-    except (KeyError, zipfile.BadZipFile, EOFError, ValueError) as error:
+    except _DAMAGE as error:
         raise RunFolderError(f"{path}: {within} is damaged: {error}; use another copy") from error
     if size != expected.size or digest.hexdigest() != expected.sha256:
         raise RunFolderError(f"{path}: {within} is damaged: its checksum differs; use another copy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,20 @@ import yaml
 from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.handlers.run_files.redaction import redacted
 
-__all__ = ["without_credentials"]
+__all__ = ["is_private", "without_credentials"]
 
+_PRIVATE = (".env*", "*.env", ".netrc*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", ".git-credentials")
 _HEAD = 65_536  # bytes, in which a file that is not a text has a zero byte
 _WHOLE = 10_000_000  # bytes; of a longer text, so many are read at a time, up to the end of a line
+
+
+def is_private(name: str) -> bool:
+    """Whether a file with this name holds credentials.
+
+    >>> is_private(".env"), is_private("credentials.json"), is_private("config.yaml")
+    (True, True, False)
+    """
+    return any(fnmatch.fnmatch(name.lower(), each) for each in _PRIVATE)
 
 
 def without_credentials(path: Path) -> bytes | None:

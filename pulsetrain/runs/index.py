@@ -12,13 +12,15 @@ import msgspec
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.files import log_files
-from pulsetrain.runs.summary import ARCHIVE_SUFFIX, RunSummary, Status, is_run, is_run_of, summarize
+from pulsetrain.engine.recording.log.run_file import RUN_FORMAT
+from pulsetrain.engine.recording.log.scan import FORMAT
+from pulsetrain.runs.summary import ARCHIVE_SUFFIX, RunSummary, is_run, is_run_of, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
 __all__ = ["INDEX", "RunIndex", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 5  # of what is remembered
+_VERSION = 5 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
 _DEPTH = 6  # folders below the root
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
@@ -47,6 +49,7 @@ class RunIndex:
             raise RunFolderError(f"{root}: {what}; name a folder that holds runs")
         self.root = root
         self.signs: dict[str, str] = {}  # of the files of each run, by path, when they were last looked through
+        self.unreadable: list[str] = []  # folders that may hold runs
         self._path = root / INDEX if cache and not is_run(root) else None
 
     def summaries(self, *, archives: bool = False) -> list[RunSummary]:
@@ -64,7 +67,7 @@ class RunIndex:
         gone = known.keys() - signs.keys()
         if read or gone:
             # a run in progress changes by itself: it stalls, or its process ends
-            settled = {path: each for path, each in read.items() if each is not None and _is_settled(each)}
+            settled = {path: each for path, each in read.items() if each is not None and not each.status.is_going}
             self._remember(
                 {path: (signs[path], each) for path, each in settled.items()}, gone | (fresh - settled.keys())
             )
@@ -72,30 +75,36 @@ class RunIndex:
 
     def _found(self, archives: bool) -> Iterator[tuple[str, str]]:
         """The paths of runs and archives, with their signs."""
+        self.unreadable = []
         todo = [(str(self.root), 0)]
         while todo:
             folder, depth = todo.pop()
             try:
                 with os.scandir(folder) as entries:
                     here = list(entries)
-            except OSError:
+            except OSError as error:
+                if isinstance(error, PermissionError):
+                    self.unreadable.append(folder)
                 continue
             names = {each.name for each in here}
             if is_run_of(names):
-                yield folder, _sign(folder, names)
+                if os.access(folder, os.X_OK):
+                    yield folder, _sign(folder, names)
+                else:
+                    self.unreadable.append(folder)
             for each in here if depth < _DEPTH or archives else ():
-                name = each.name
-                if archives and name.endswith(ARCHIVE_SUFFIX) and each.is_file():
-                    yield each.path, sign_of(each.path)
+                name, path = each.name, each.path.removeprefix("./")  # of ".": as Path writes it
+                if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
+                    yield path, sign_of(path)
                 elif name[0] != "." and name not in _PASSED and depth < _DEPTH and each.is_dir(follow_symlinks=False):
-                    todo.append((each.path, depth + 1))
+                    todo.append((path, depth + 1))
 
     def _known(self) -> dict[str, tuple[str, RunSummary]]:
         """What is remembered: a sign of the files, and the summary, by path."""
         if self._path is None or not self._path.exists():
             return {}
         try:
-            with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=5)) as database:
+            with closing(sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as database:
                 if database.execute("pragma user_version").fetchone()[0] != _VERSION:
                     return {}
                 rows = database.execute("select path, sign, summary from runs").fetchall()
@@ -126,10 +135,6 @@ class RunIndex:
             database.executemany("delete from runs where path = ?", [(os.fsencode(path),) for path in gone])
             values = [(os.fsencode(path), sign, _encoder.encode(summary)) for path, (sign, summary) in rows.items()]
             database.executemany("insert or replace into runs values (?, ?, ?)", values)
-
-
-def _is_settled(summary: RunSummary) -> bool:
-    return summary.status not in (Status.RUNNING, Status.STALLED)
 
 
 def sign_of(path: str) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError, nearest
+from pulsetrain.engine.plain_text import plain
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.runs.summary import RunSummary
 
 __all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "sorted_by", "value_of"]
@@ -116,7 +118,7 @@ def _alike(name: str, known: Collection[str]) -> list[str]:
 
 def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """Aligned columns under a header."""
-    rows = [list(columns), *([_cell(run, name, root) for name in columns] for run in runs)]
+    rows = [[*map(plain, columns)], *([_cell(run, name, root) for name in columns] for run in runs)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     line = "  ".join(f"{{:<{width}}}" for width in widths)
     for row in rows:
@@ -126,7 +128,7 @@ def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> 
 def as_json(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """One JSON object per line."""
     for run in runs:
-        yield json.dumps({name: value_of(run, name, root) for name in columns}, default=str)
+        yield json.dumps({name: _finite(value_of(run, name, root)) for name in columns}, default=str)
 
 
 def as_csv(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
@@ -165,9 +167,9 @@ def _cell(run: RunSummary, column: str, root: Path) -> str:
         return _progress(run)
     if column in ("updated", "started"):
         return "" if value is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
-    if column == "reason" or value is None:
-        return _shown(str(value or ""))
-    return f"{value:.6g}" if isinstance(value, float) else _shown(str(value))
+    if column == "reason":
+        return plain(value)  # whole, as it says what to do
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else _shown(str(value))
 
 
 def _progress(run: RunSummary) -> str:
@@ -179,9 +181,16 @@ def _progress(run: RunSummary) -> str:
 
 def _shown(text: str) -> str:
     """A text in one cell, without characters that would move the cursor."""
-    plain = text if text.isprintable() else json.dumps(text)[1:-1]
-    return plain if len(plain) <= _WIDTH else f"{plain[: _WIDTH - 3]}..."
+    shown = plain(text)
+    return shown if len(shown) <= _WIDTH else f"{shown[: _WIDTH - 3]}..."
 
 
 def _harmless(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    if not isinstance(value, str):
+        return value
+    return plain(f"'{value}" if value[:1] in ("=", "+", "-", "@", "\t", "\r") else value)
+
+
+def _finite(value: object) -> object:
+    """JSON has no other numbers."""
+    return finite_or_text(value) if isinstance(value, float) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, logged_ranks
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
@@ -19,7 +19,7 @@ from pulsetrain.report.marks import Mark
 from pulsetrain.report.processes import hosts_of
 from pulsetrain.runs.live_rank import LiveRank
 from pulsetrain.runs.progress import Progress, progress_of
-from pulsetrain.runs.summary import PARTS, Status, is_run, status_of
+from pulsetrain.runs.summary import Status, check_run, is_run_of, status_of
 
 __all__ = ["LiveEvent", "LiveRun", "Where"]
 
@@ -59,18 +59,22 @@ class LiveRun:
     True 2 (2, -0.5)
 
     Args:
-        folder: the run folder; it may not exist yet.
+        folder: the run folder; it may not exist yet. Messages call it what `str(folder)` is.
         where: of the events in `matches`, the only ones.
         clock: seconds since 1970.
 
     Raises:
-        RunFolderError: something else is there.
+        RunFolderError: something else is there, or it cannot be read.
     """
 
+    folder: Path
+    label: Path
     is_there: bool
 
-    def __init__(self, folder: Path, where: Where | None = None, *, clock: Callable[[], float] = time.time) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: str | os.PathLike[str], where: Where | None = None, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.folder, self.label = Path(folder), Path(str(folder))
         self._clock = clock
         self._where = where
         self.ranks: dict[int, LiveRank] = {}
@@ -83,8 +87,8 @@ class LiveRun:
         self._status: tuple[Status, str] | None = None
         self._settings: tuple[tuple[int, int] | None, Json] | None = None  # of run.json, and when they were read
         self.is_there = False  # whether there is a log
-        if folder.exists() and not _may_become_a_run(folder):
-            raise RunFolderError(f"{folder}: is not a run folder; one has {', '.join(PARTS)}")
+        if os.path.exists(self.folder) and not _may_become_a_run(self.folder):
+            check_run(self.folder)
 
     def update(self, seconds: float | None = None) -> bool:
         """Read what is new; returns whether anything was.
@@ -130,7 +134,7 @@ class LiveRun:
             return
         for rank in logged_ranks(self.folder):
             if rank not in self.ranks:
-                self.ranks[rank] = LiveRank(events, rank)
+                self.ranks[rank] = LiveRank(events, rank, self.label / events.name)
         self.ranks = dict(sorted(self.ranks.items()))
         self.is_there = any(live.log.exists for live in self.ranks.values())
 
@@ -154,7 +158,7 @@ class LiveRun:
         seconds = [t / 1e9 for t in self._times]
         gap = max((b - a for a, b in pairwise(seconds)), default=0.0)
         self._status = status_of(self.folder, main.curves.ending, main.last.t / 1e9, gap, self._clock())
-        self._look_for_damage((self._generation, self._status[0] in (Status.RUNNING, Status.STALLED)))
+        self._look_for_damage((self._generation, self._status[0].is_going))
 
     def _look_for_damage(self, state: tuple[int, bool]) -> None:
         if state != self._judged and self.is_there:
@@ -251,7 +255,7 @@ class LiveRun:
     @property
     def stragglers(self) -> list[Position]:
         """The processes that the others have been waiting for; empty if they are together, or have ended."""
-        if len(self.ranks) < 2 or self.status not in (Status.RUNNING, Status.STALLED):
+        if len(self.ranks) < 2 or self.status is None or not self.status.is_going:
             return []
         found = self.positions
         last = stragglers(found)
@@ -283,10 +287,11 @@ class LiveRun:
 
 def _may_become_a_run(folder: Path) -> bool:
     """Whether it is a run folder, or one that a run has only begun to fill."""
-    if not folder.is_dir():
+    try:
+        names = os.listdir(folder)
+    except OSError:
         return False
-    begun = (each.name[0] == "." or each.name == "config.yaml" for each in folder.iterdir())
-    return is_run(folder) or all(begun)
+    return is_run_of(names) or all(name[0] == "." or name == "config.yaml" for name in names)
 
 
 def _together(found: dict[int, list[LoggedEvent]], limit: int) -> list[LiveEvent]:

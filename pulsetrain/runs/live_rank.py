@@ -37,14 +37,15 @@ class LiveRank:
     Args:
         folder: the folder of the logs.
         rank: the rank.
+        label: what messages call the folder.
     """
 
     engine: str
     curves: RunCurves
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, label: Path | None = None) -> None:
         self.rank = rank
-        self.log: LogFollower = LogFollower(folder, rank, recent=_BLOCKS if rank else None)
+        self.log: LogFollower = LogFollower(folder, rank, recent=_BLOCKS if rank else None, label=label)
         self.engine = ""  # the training engine; "" if there was no event
         self._forget()
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are not needed any more."""
+"""Which checkpoints of a run are not needed any more, and deletes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
+from pulsetrain.engine.checkpoint.reader import is_newer
+from pulsetrain.runs.summary import summarize
 
 __all__ = ["Pruned", "prune", "superfluous"]
 
@@ -22,7 +24,7 @@ class Pruned:
 
 
 def superfluous(run: Path, keep_last: int, needed: Collection[str] = ()) -> Pruned:
-    """All checkpoints but the newest ones, the best one, and those that are needed.
+    """All checkpoints but the newest ones, the best one, those of a newer version, and those that are needed.
 
     Args:
         run: the run folder, of a run that has ended.
@@ -32,7 +34,7 @@ def superfluous(run: Path, keep_last: int, needed: Collection[str] = ()) -> Prun
     manager = CheckpointManager(run / "checkpoints", keep_last_n=keep_last)
     found = [each for each in find_checkpoints(run / "checkpoints") if isinstance(each, Path)]
     newest = manager.valid()[-keep_last:]
-    kept = {*(each.name for each in newest), *needed}
+    kept = {*(each.name for each in newest), *needed, *(each.name for each in found if is_newer(each))}
     best = manager.get_best()
     kept |= {best.name} if best is not None else set()
     doomed = [each for each in found if each.name not in kept] if newest else []
@@ -41,7 +43,9 @@ def superfluous(run: Path, keep_last: int, needed: Collection[str] = ()) -> Prun
 
 
 def prune(found: Pruned) -> list[Path]:
-    """Delete the checkpoints; returns those that are still there."""
+    """Delete the checkpoints, unless the run is going by now; returns those that are still there."""
+    if summarize(found.run).status.is_going:  # it was resumed since it was looked at
+        return found.checkpoints
     kept = [each for each in find_checkpoints(found.run / "checkpoints") if each not in found.checkpoints]
     CheckpointManager(found.run / "checkpoints", keep_last_n=found.keep_last).prune(kept)
     return [each for each in found.checkpoints if each.exists()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -17,11 +18,11 @@ import msgspec
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.engine.metric_words import Mode, mode_of_words
 from pulsetrain.engine.recording.ending import ENDS, Ending, ending_of
-from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.engine.recording.log.files import NamedPath, log_files
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent, decode
-from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
 from pulsetrain.runs.progress import BEGINNINGS, EPOCHS, Progress, bounds_of, completed_epochs_of, progress_of
 from pulsetrain.runs.tags import read_tags
@@ -31,6 +32,7 @@ __all__ = [
     "PARTS",
     "RunSummary",
     "Status",
+    "check_run",
     "is_run",
     "is_run_of",
     "mode_of",
@@ -60,6 +62,11 @@ class Status(StrEnum):
     KILLED = "killed"  # its log was not closed, and its process is not there
     STALLED = "stalled"  # no event for much longer than between its other ones
     ARCHIVED = "archived"  # one file; the reason says how it ended
+
+    @property
+    def is_going(self) -> bool:
+        """Whether a process trains the run."""
+        return self in (Status.RUNNING, Status.STALLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +119,24 @@ class RunSummary:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder has a file of a run."""
-    return is_run_of(part for part in (*PARTS, "config.yaml", *_KEPT) if (folder / part).exists())
+    """Whether the folder has a file of a run; False if it cannot be read."""
+    return is_run_of(part for part in (*PARTS, "config.yaml", *_KEPT) if os.path.exists(folder / part))
+
+
+def check_run(folder: Path) -> None:
+    """Refuse what is not a run folder.
+
+    Raises:
+        RunFolderError: it is not one, or it cannot be read.
+    """
+    if is_run(folder):
+        return
+    if not os.path.exists(folder):
+        raise RunFolderError(f"{folder}: does not exist; name a run folder, as `pulsetrain runs` lists them")
+    if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+        raise RunFolderError(f"{folder}: cannot be read: permission denied; ask its owner for access")
+    rule = f"one has {' or '.join(PARTS)}; `pulsetrain runs` lists those below a folder"
+    raise RunFolderError(f"{folder}: is not a run folder; {rule}")
 
 
 def is_run_of(names: Iterable[str]) -> bool:
@@ -147,28 +170,30 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
         now: seconds since 1970.
 
     Raises:
-        RunFolderError: it is not a run folder.
+        RunFolderError: it is not a run folder, or cannot be read.
     """
-    if not is_run(folder):
-        raise RunFolderError(f"{folder}: is not a run folder; one has {', '.join(PARTS)}")
+    check_run(folder)
     described = read_run_file(folder)
     problem = ""
     log = None
-    if any(path.exists() for path in log_files(folder / "events")):
-        try:
-            log = EventLog(folder)
-        except (PulsetrainError, OSError, ValueError) as error:
-            problem = str(error)
+    try:
+        if any(path.exists() for path in log_files(folder / "events")):
+            log = EventLog(NamedPath(folder, ""))  # the reason is listed beside the folder
+    except (PulsetrainError, ValueError) as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"the log cannot be read: {error.strerror or error}"
     seen = _Seen(log, modes_of(described)) if log is not None else _Seen(None, {})
     status, reason = status_of(folder, seen.ending, seen.updated, seen.gap, time.time() if now is None else now)
-    with suppress(OSError):
-        problem = problem or ("damaged log" if log is not None and log.damage else "")
+    reason = "" if problem else reason  # of a log that cannot be read, nothing is known
+    if log is not None and log.damage:
+        problem = f"damaged log: {log.damage[0]}; `pulsetrain events --check` lists what is lost"
     parent = described.get("parent")
     return RunSummary(
         folder=folder,
         id=str(described.get("id") or ""),
         status=status,
-        reason="; ".join(filter(None, [reason, problem])),
+        reason="; ".join(filter(None, [reason, problem, newer_format(described)])),
         reached=seen.progress(described.get("settings")),
         started=_created(described),
         updated=seen.updated,
@@ -340,7 +365,7 @@ def modes_of(described: Mapping[str, Json]) -> dict[str, Mode]:
 
 
 def _created(described: Mapping[str, Json]) -> float | None:
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OverflowError):
         return datetime.fromisoformat(str(described.get("created"))).timestamp()
     return None
 
@@ -353,12 +378,12 @@ def _settings(folder: Path, described: Mapping[str, Json]) -> dict[str, Json]:
 
     try:
         found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"), fast=True)
-    except (OSError, ValueError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict):
-        found = {"training": described.get("settings") or {}}
-    found.pop("run", None)  # its folder, or a pattern for it
-    return dict(_flat(found))
+        if isinstance(found, dict):
+            found.pop("run", None)  # its folder, or a pattern for it
+            return dict(_flat(found))
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):  # damaged
+        pass
+    return dict(_flat({"training": described.get("settings") or {}}))
 
 
 def _flat(value: Json, key: str = "") -> Iterator[tuple[str, Json]]:

@@ -20,10 +20,13 @@ _TAG = re.compile(r"[\w.:/@=-]{1,64}")
 def read_tags(folder: Path) -> tuple[str, ...]:
     """The tags in alphabetical order; none if the file is missing or damaged."""
     try:
-        found = msgspec.json.decode((folder / TAGS_FILE).read_bytes(), type=list[str])
-    except (OSError, msgspec.DecodeError):
+        return _read(folder / TAGS_FILE)
+    except (OSError, ValueError):
         return ()
-    return tuple(sorted(set(found)))
+
+
+def _read(path: Path) -> tuple[str, ...]:
+    return tuple(sorted(set(msgspec.json.decode(path.read_bytes(), type=list[str]))))
 
 
 def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] = ()) -> tuple[str, ...]:
@@ -36,15 +39,24 @@ def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] 
 
     Raises:
         ConfigurationError: a tag has a character that is not allowed.
-        RunFolderError: the folder cannot be written.
+        RunFolderError: the folder cannot be written, or its tags cannot be read.
     """
     added = list(added)
     for tag in added:
         if _TAG.fullmatch(tag) is None:
             rule = "needs 1 to 64 letters, digits or characters of _ . : / @ = -"
             raise ConfigurationError(rule, "pulsetrain tag", add=tag)
-    tags = tuple(sorted({*read_tags(folder), *added} - set(removed)))
     path, partial = folder / TAGS_FILE, folder / f".{TAGS_FILE}.{os.getpid()}"
+    try:
+        before = _read(path)
+    except FileNotFoundError:
+        before = ()
+    except (OSError, ValueError) as error:
+        rule = "restore the file, or delete it, and with it the tags"
+        raise RunFolderError(f"{path}: cannot be read: {error}; {rule}") from error
+    tags = tuple(sorted({*before, *added} - set(removed)))
+    if tags == before:
+        return tags
     try:
         partial.write_bytes(msgspec.json.encode(list(tags)) + b"\n")
         partial.replace(path)

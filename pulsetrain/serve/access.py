@@ -67,7 +67,7 @@ class Access:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("this page only reads\n", 405)
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        host = _host(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts and not is_loopback(host):
             return PlainTextResponse(f"{host!r} is not a name of this server\n", 421)
         if self._token is None:
@@ -81,6 +81,13 @@ class Access:
         if hmac.compare_digest(kept.encode(), self._token.encode()):
             return None
         return PlainTextResponse("needs the token: open the address that `pulsetrain serve` has printed\n", 401)
+
+
+def _host(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:  # such as a bracket that is not closed
+        return ""
 
 
 def _cookie(text: str) -> str:

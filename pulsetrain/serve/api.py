@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
@@ -24,6 +24,7 @@ from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.engine.recording.where import positions, stragglers
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.report.facts import compared, read_facts, settings_of
+from pulsetrain.runs.credentials import is_private
 from pulsetrain.runs.listing import columns_of, value_of
 from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
@@ -41,9 +42,8 @@ _SCANNED = 200_000  # events that one request looks at
 _MOST_RUNS = 500  # in one request
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp"})
 _TEXTS = frozenset({".txt", ".log", ".csv", ".yaml", ".json", ".md"})
-_MOST_TEXT = 200_000  # characters of a file
+_MOST_TEXT = 200_000  # bytes of a file
 _JUDGED = ("EarlyStopping", "LossSpikeGuard")
-_PRIVATE = (".env", ".netrc")
 
 Answer = Callable[[Request], Any]
 
@@ -65,10 +65,10 @@ def routes_of(store: Store, changes: Changes) -> list[Route]:
     answers: dict[str, Answer] = {
         "runs": api.runs, "curves": api.curves, "names": api.names, "marks": api.marks, "events": api.events,
         "diff": api.diff, "configurations": api.configurations, "whatif": api.whatif, "media": api.media,
-        "where": api.where, "sweeps": api.sweeps,
+        "where": api.where, "sweeps": api.sweeps, "file": api.file,
     }  # fmt: skip
     routes = [Route(f"/api/{name}", _answering(answer)) for name, answer in answers.items()]
-    return [*routes, Route("/api/live", live), Route("/api/file", api.file)]
+    return [*routes, Route("/api/live", live)]
 
 
 def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
@@ -77,6 +77,8 @@ def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             found = await in_thread(answer, request)
+            if isinstance(found, Response):
+                return found
             if isinstance(found, bytes):
                 return Response(found, media_type="application/octet-stream")
             return Response(_encoded(found), media_type="application/json")
@@ -106,7 +108,7 @@ class _Api:
         rows = []
         for name, run in listed.items():
             if id(run) in chosen:
-                cells = {column: value_of(run, column, self._store.root) for column in columns}
+                cells = {column: redacted(value_of(run, column, self._store.root), column) for column in columns}
                 parent = run.parent and {**run.parent, "listed": names.get(str(run.parent["run"]))}
                 rows.append({"id": name, **_status(run), "cells": cells, "parent": parent})
         return {"root": str(self._store.root), "columns": columns, "runs": rows, "reading": self._store.reading}
@@ -189,7 +191,7 @@ class _Api:
         """The first event in which two runs differ, and how the difference grows."""
         a, b = (EventLog(self._store.run(request.query_params.get(side, "")).folder) for side in "ab")
         found = diff(a, b, rtol=_number(request, "rtol") or 0.0)
-        return {"report": found.report(growth=True), **found.as_dict()}
+        return {"report": redacted(found.report(growth=True)), **redacted(found.as_dict())}
 
     def configurations(self, request: Request) -> list[dict[str, Any]]:
         """The settings of some runs side by side; those that differ come first."""
@@ -231,20 +233,18 @@ class _Api:
         texts = redacted(dict(series.happened().texts)) if series is not None and not isinstance(series, str) else {}
         return {"files": files, "texts": texts}
 
-    async def file(self, request: Request) -> Response:
+    def file(self, request: Request) -> Response:
         """A picture or a text of a run; nothing else, and nothing outside of its folder."""
-        try:
-            folder = self._store.run(request.query_params.get("run", "")).folder
-        except PulsetrainError as error:
-            return Response(_encoded({"error": str(error)}), 404, media_type="application/json")
+        folder = self._store.run(request.query_params.get("run", "")).folder
         path = folder / request.query_params.get("path", "")
         if not _is_open(path, folder):
             return Response(_encoded({"error": "is not a picture or a text of the run"}), 404)
         if path.suffix.lower() in _PICTURES:
-            return FileResponse(path, media_type=mimetypes.guess_type(path.name)[0])
-        text = path.read_text(encoding="utf-8", errors="replace")
-        more = f"\n... and {len(text) - _MOST_TEXT:,} more characters" if len(text) > _MOST_TEXT else ""
-        return Response(redacted(text[:_MOST_TEXT]) + more, media_type="text/plain; charset=utf-8")
+            return Response(path.read_bytes(), media_type=mimetypes.guess_type(path.name)[0])
+        with path.open("rb") as opened:
+            text, size = opened.read(_MOST_TEXT).decode(errors="replace"), path.stat().st_size
+        more = f"\n... and {size - _MOST_TEXT:,} more bytes" if size > _MOST_TEXT else ""
+        return Response(redacted(text) + more, media_type="text/plain; charset=utf-8")
 
     def where(self, request: Request) -> list[dict[str, Any]]:
         """Where each process of a run is; of one that hangs, the newest stack that it has recorded."""
@@ -275,7 +275,8 @@ class _Api:
 
 def _moments(series: Series) -> dict[str, Any]:
     found, about = series.happened(), series.about
-    return {"marks": found.marks, "custom": found.custom, "first": about.first, "last": about.last}
+    times = {"first": about.first, "last": about.last}
+    return {"marks": redacted(found.marks), "custom": redacted(found.custom), **times}
 
 
 def _runs(request: Request) -> list[str]:
@@ -305,7 +306,7 @@ def _whole(request: Request, name: str, default: int) -> int:
 
 def _is_open(path: Path, folder: Path) -> bool:
     """Whether a file may be shown: a picture or a text inside of the folder, also after links are followed."""
-    if path.suffix.lower() not in _PICTURES | _TEXTS or path.name.lower().startswith(_PRIVATE):
+    if path.suffix.lower() not in _PICTURES | _TEXTS or is_private(path.name):
         return False
     try:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
@@ -315,7 +316,7 @@ def _is_open(path: Path, folder: Path) -> bool:
 
 def _status(run: Any) -> dict[str, Any]:
     return {
-        "status": run.status.value, "reason": run.reason, "epoch": run.epoch, "iteration": run.iteration,
+        "status": run.status.value, "reason": redacted(run.reason), "epoch": run.epoch, "iteration": run.iteration,
         "progress": run.progress, "updated": run.updated, "best": run.best, "last": run.last, "tags": run.tags,
     }  # fmt: skip
 

@@ -130,7 +130,7 @@ class RunSeries(RunCurves):
         for event in events:
             if self._begun is None:
                 self._begun = event.t
-            self._seconds = (event.t - self._begun) / 1e9
+            self._seconds = max(self._seconds, (event.t - self._begun) / 1e9)  # a clock may be put back
             self.add(event)
         return bool(events)
 

@@ -153,10 +153,14 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(where)
-        made.listen(128)
-        made.set_inheritable(True)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(where)
+            made.listen(128)
+            made.set_inheritable(True)
+        except BaseException:
+            made.close()
+            raise
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         rule = f"cannot be used: {why}; choose another port, or port 0 for one that is free"

@@ -19,14 +19,13 @@ from typing import Any, Protocol
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.listing import path_of
-from pulsetrain.runs.summary import RunSummary, Status
+from pulsetrain.runs.summary import RunSummary
 from pulsetrain.serve.series import Described, Happened, Points, RunSeries, StoredSeries
 
 __all__ = ["Series", "Store", "printable", "series_folder"]
 
 _SERIES = Path(".pulsetrain") / "series"
 _KILLED = "the process that read its log was killed; is there enough memory?"
-_GOING = (Status.RUNNING, Status.STALLED)
 
 
 class Series(Protocol):
@@ -105,7 +104,7 @@ class Store:
                 self._stored.pop(name, None)
                 self._on_change(name)
         with self._lock:
-            for name in [name for name in self._live if name not in found or found[name].status not in _GOING]:
+            for name in [name for name in self._live if name not in found or not found[name].status.is_going]:
                 del self._live[name]
                 self._on_change(name)
 
@@ -123,7 +122,7 @@ class Store:
     def series(self, name: str) -> Series | str | None:
         """The run's curves; a text that says why it has none; None while they are being read."""
         summary = self.run(name)
-        if summary.status in _GOING:
+        if summary.status.is_going:
             with self._lock:
                 live = self._live.get(name)
                 if live is None:

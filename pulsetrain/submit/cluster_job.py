@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pulsetrain.engine.optional import load_optional
+from pulsetrain.runs.command_end import TRAINED
 
 __all__ = ["ClusterJob"]
 
 _WARNED = {-signal.SIGUSR1, -signal.SIGUSR2, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2}  # before a requeue
 # a preemption, or a cancellation; a sweep, which is stopped by a KeyboardInterrupt, has the status of SIGINT
 _ENDED = {-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
-_UNSAVED = 4  # trained, but the last checkpoint could not be saved
 _PATIENCE = 1800.0  # seconds that Slurm gets to end a job to which it has sent SIGTERM
 
 
@@ -58,7 +58,7 @@ class ClusterJob:
         finally:
             if self._process.returncode is None:  # submitit leaves through an exception
                 self._process.terminate()
-        if status in (0, _UNSAVED):
+        if status in TRAINED:
             return status
         if status in _WARNED:  # Slurm signals every process of the job: the command was first
             if "SLURM_JOB_ID" in os.environ and os.environ.get("SLURM_PROCID", "0") == "0":

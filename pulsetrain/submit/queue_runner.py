@@ -14,12 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+from pulsetrain.runs.command_end import STOPPED, TRAINED
 from pulsetrain.submit.local_queue import LocalQueue, QueuedJob
 
 __all__ = ["run_job"]
 
-_DONE = (0, 4)  # 4: trained, but the last checkpoint could not be saved
-_STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 _LONGEST_STOP = 120.0  # seconds to finish an iteration, a validation and a save
 
 
@@ -45,9 +44,9 @@ def run_job(queue: LocalQueue, job: QueuedJob, descriptor: int) -> None:
             return
         signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
         status = _wait(queue, job, process)
-    if status in _DONE:
+    if status in TRAINED:
         queue.end(job.id, "done", status)
-    elif status < 0 or status in _STOPPED:
+    elif status < 0 or status in STOPPED:
         queue.interrupt(job.id, status)
     else:
         queue.end(job.id, "failed", status)

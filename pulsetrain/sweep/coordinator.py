@@ -22,6 +22,7 @@ from typing import Any
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError, RunFolderError
 from pulsetrain.engine.file_lock import lock
+from pulsetrain.runs.command_end import STOPPED, TRAINED
 from pulsetrain.sweep.population import has_completed, parent_of, place_of
 from pulsetrain.sweep.reporting import PRUNED
 from pulsetrain.sweep.results import SweepResults, Trial, results_of
@@ -31,7 +32,7 @@ from pulsetrain.sweep.trials import (
     Job,
     check_metrics,
     check_settings,
-    error_in,
+    error_of,
     outcome_of,
     run_job,
     settings_of,
@@ -44,7 +45,6 @@ __all__ = ["run_sweep"]
 SUBMISSIONS = "submit"  # the folder that `pulsetrain submit` makes in the sweep's before it starts
 METRICS_CHECKED = 1.0  # seconds between two looks at what the first trials report
 MOST_DEATHS = 5  # of one trial while the sweep runs, before it counts as failed
-STOPPED = (128 + 2, 128 + 15, 128 + 10)  # statuses of a run that a signal has stopped
 UNKNOWN = 255  # of a process whose status was lost together with the process that forked it
 
 
@@ -86,15 +86,16 @@ def _owned(folder: Path, worker: str | None) -> Iterator[None]:
     """The folder, for this process alone or, as a worker, for all workers."""
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder}: is not a folder; choose another one in the entry folder")
-    if folder.is_dir() and any(each.name != SUBMISSIONS for each in folder.iterdir()) and not any(
-        (folder / name).exists() for name in ("sweep.yaml", "sweep.lock")
-    ):  # fmt: skip
-        raise RunFolderError(f"{folder}: holds other files and no sweep; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        names = {each.name for each in folder.iterdir()}
+        if names - {SUBMISSIONS} and not names & {"sweep.yaml", "sweep.lock"}:
+            raise RunFolderError(f"{folder}: holds other files and no sweep; choose another folder")
         descriptor = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PulsetrainError:
+        raise
     except OSError as error:
-        raise RunFolderError(f"{folder}: cannot be written: {error.strerror}") from error
+        raise RunFolderError(f"{folder}: cannot be written: {error.strerror}; choose another folder") from error
     try:
         if lock(descriptor, shared=worker is not None) is False:
             raise RunFolderError(
@@ -274,7 +275,7 @@ class _Coordinator:
         values: tuple[float, ...] = ()
         if was_killed:
             error = f"its process was killed {MOST_DEATHS} times, at last with status {code}"
-        elif code in (0, 4):
+        elif code in TRAINED:
             try:
                 outcome = outcome_of(self.spec, folder)
                 values, pruned = outcome.values, outcome.reason.startswith(PRUNED)
@@ -286,7 +287,7 @@ class _Coordinator:
             if any(math.isnan(value) for value in values):
                 error = f"{' or '.join(self.spec.metric)} is NaN"
         else:
-            error = error_in(folder)
+            error = error_of(folder)
         self._has_metrics |= bool(values)
         self._tell(trial, values, error, pruned)
 

@@ -13,7 +13,7 @@ from typing import Any
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.style import STYLE
-from pulsetrain.sweep.results import SweepResults, Trial, results_of
+from pulsetrain.sweep.results import SweepResults, Trial, results_of, text_of
 from pulsetrain.sweep.spec import Range, Spec
 from pulsetrain.sweep.study import front_of, open_study
 
@@ -151,7 +151,7 @@ def _front(plotly: Any, results: SweepResults, best: Sequence[int]) -> Any:
 def _page(results: SweepResults, front: Sequence[int], sections: str) -> str:
     name = html.escape(results.folder.name)
     best = results.best
-    hint = "no trial has completed" if best is None else f"best: trial {best.number}, {html.escape(_values(best))}"
+    hint = "no trial has completed" if best is None else f"best: trial {best.number}, {html.escape(best.values_text)}"
     if len(results.directions) > 1 and best is not None:
         hint = f"Pareto front: trials {', '.join(map(str, front))}"
     return (
@@ -175,14 +175,6 @@ def _table(results: SweepResults) -> str:
 
 def _rows(results: SweepResults, names: Sequence[str]) -> Iterator[list[str]]:
     for each in results.trials:
-        values = [f"{each.values[metric]:.6g}" if metric in each.values else "" for metric in results.directions]
-        settings = [_text(each.params[name]) if name in each.params else "" for name in names]
+        values = [text_of(each.values[metric]) if metric in each.values else "" for metric in results.directions]
+        settings = [text_of(each.params[name]) if name in each.params else "" for name in names]
         yield [str(each.number), each.state, *values, *settings, each.error]
-
-
-def _values(trial: Trial) -> str:
-    return ", ".join(f"{name} {value:.6g}" for name, value in trial.values.items())
-
-
-def _text(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

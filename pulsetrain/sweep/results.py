@@ -10,7 +10,7 @@ from typing import Any
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.sweep.workers import folder_of
 
-__all__ = ["SweepResults", "Trial", "read_results"]
+__all__ = ["SweepResults", "Trial", "read_results", "results_of", "text_of"]
 
 _STATES = {
     "RUNNING": "running",
@@ -31,6 +31,11 @@ class Trial:
     values: Mapping[str, float]  # metric -> value; empty until the trial has ended
     folder: Path  # the run folder, which may not exist yet
     error: str  # why it failed; else ""
+
+    @property
+    def values_text(self) -> str:
+        """Its metrics in one line."""
+        return ", ".join(f"{name} {text_of(value)}" for name, value in self.values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,15 @@ class SweepResults:
         ended = [each for each in self.trials if each.state == "completed" and metric in each.values]
         sign = 1 if mode == "min" else -1
         return min(ended, key=lambda each: (sign * each.values[metric], each.number), default=None)
+
+
+def text_of(value: object) -> str:
+    """A setting or a metric for people.
+
+    >>> text_of(0.30000000000000004), text_of(None)
+    ('0.3', 'None')
+    """
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def read_results(folder: Path) -> SweepResults:

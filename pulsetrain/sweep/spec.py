@@ -358,10 +358,13 @@ def read_saved(folder: Path) -> Spec:
             name: Range(**values) if isinstance(values, dict) else tuple(values)
             for name, values in given["space"].items()
         }
+        if len(given["metric"]) != len(given["mode"]):
+            raise ValueError("it has not as many modes as metrics")
         spec = Spec(**given)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"{folder / SAVED}: was not written by `pulsetrain sweep` of this version: {error}"
+            f"{folder / SAVED}: was not written by `pulsetrain sweep` of this version: {error}; restore the file, or "
+            "use the version that has written it"
         ) from error
     if spec.storage is None:
         return spec

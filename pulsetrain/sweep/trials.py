@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -24,6 +23,7 @@ from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.runs.command_end import error_in
 from pulsetrain.sweep.spec import Range, Spec
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "Outcome",
     "check_metrics",
     "check_settings",
-    "error_in",
+    "error_of",
     "outcome_of",
     "run_job",
     "settings_of",
@@ -236,11 +236,9 @@ def _chosen(values: Sequence[float], mode: str, which: str) -> float:
     return min(numbers) if mode == "min" else max(numbers)
 
 
-def error_in(folder: Path) -> str:
+def error_of(folder: Path) -> str:
     """The error that the command of a trial has printed last; else what is there instead."""
     try:
-        text = folder.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
+        return error_in(folder.with_suffix(".txt").read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        return "it left no output"
-    errors = re.findall(r"^pulsetrain: error: (.*)$", text, re.MULTILINE)
-    return errors[-1] if errors else (text.strip().splitlines() or ["it left no output"])[-1]
+        return error_in("")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.diff.result import spans
 from pulsetrain.export.event_formats import format_count
 from pulsetrain.report.run_curves import RATES
 from pulsetrain.runs.live_rank import LiveRank
 from pulsetrain.watch.braille import draw
-from pulsetrain.watch.texts import bar, event_line, number, plain, size, timespan
+from pulsetrain.watch.texts import bar, event_line, number, size, timespan
 from pulsetrain.watch.watched import Watched, curve_names
 
 __all__ = ["as_text", "curve_title", "mark_lines", "process_lines", "progress_line", "speed_line"]
@@ -103,15 +104,16 @@ def as_text(watched: Watched, columns: int = 0) -> Iterator[str]:
 
     Args:
         watched: the run.
-        columns: the width of the terminal, where lines are cut; 0 if the text does not go to one.
+        columns: the width of the terminal, where lines are cut, except for the progress and what is wrong; 0 if the
+            text does not go to a terminal.
     """
+    yield from watched.problems
+    yield progress_line(watched)
     for line in _lines(watched, max(columns, _LEAST_PICTURE) if columns else _PICTURE[0]):
         yield line if not columns or len(line) <= columns else f"{line[: columns - 1]}…"
 
 
 def _lines(watched: Watched, width: int) -> Iterator[str]:
-    yield from watched.problems
-    yield progress_line(watched)
     run = watched.run
     if run.status is None:
         return

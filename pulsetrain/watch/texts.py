@@ -1,25 +1,15 @@
-"""Numbers, times and names as text for a terminal; nothing in them can move its cursor or change its colours."""
+"""Numbers, times and events as text for a terminal."""
 
 from __future__ import annotations
 
 import time
 
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.export.event_formats import values_of
 from pulsetrain.runs.live import LiveEvent
 
-__all__ = ["bar", "clock", "event_line", "number", "plain", "size", "timespan"]
-
-
-def plain(text: str) -> str:
-    r"""The text with escape sequences for what is not printable.
-
-    >>> plain("a\x1b[31m [red]ä")
-    'a\\x1b[31m [red]ä'
-    """
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+__all__ = ["bar", "clock", "event_line", "number", "size", "timespan"]
 
 
 def number(value: float) -> str:

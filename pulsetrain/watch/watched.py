@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from pulsetrain.engine.errors import PulsetrainError
+from pulsetrain.engine.plain_text import plain
+from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
 from pulsetrain.report.run_curves import RATES
 from pulsetrain.runs.live import LiveRun, Where
-from pulsetrain.runs.summary import Status
-from pulsetrain.watch.texts import plain
 
 __all__ = ["Watched", "curve_names", "watch_runs"]
 
@@ -45,22 +45,24 @@ class Watched:
     @property
     def is_running(self) -> bool:
         """Whether it may change without an event, for time passes."""
-        return self.run.status in (Status.RUNNING, Status.STALLED)
+        return self.run.status is not None and self.run.status.is_going
 
     @property
     def problems(self) -> list[str]:
         """What a user has to know before believing the rest."""
         run, found = self.run, [self.error] if self.error else []
-        if not run.folder.exists():
+        if not os.path.exists(run.folder):
             has_events = run.updated is not None
-            found.append(f"{run.folder}: " + ("has disappeared" if has_events else "is not there yet; waiting for it"))
+            found.append(f"{run.label}: " + ("has disappeared" if has_events else "is not there yet; waiting for it"))
         elif not run.is_there:
-            found.append(f"{run.folder}: the run has no event log yet; waiting for it")
+            found.append(f"{run.label}: the run has no event log yet; waiting for it")
         elif run.updated is None and not self.error:
             what = (
                 "none of its events can be read" if run.damage else "the run has not begun; waiting for its first event"
             )
-            found.append(f"{run.folder}: {what}")
+            found.append(f"{run.label}: {what}")
+        if newer := newer_format(read_run_file(run.folder)):
+            found.append(f"{run.label}: {newer}")
         if run.share_read < 1.0:
             found.append(f"reading the log: {run.share_read:.0%}")
         found += [f"damaged log: {each}" for each in run.damage]
@@ -80,7 +82,7 @@ def curve_names(runs: Iterable[Watched]) -> list[str]:
     return sorted(dict.fromkeys(name for each in runs for name in each.run.curves), key=key)
 
 
-def watch_runs(folders: Sequence[Path], where: Where | None = None) -> list[Watched]:
+def watch_runs(folders: Sequence[os.PathLike[str]], where: Where | None = None) -> list[Watched]:
     """Watch the runs in these folders, each under a name of its own, as short as possible.
 
     Raises:
@@ -88,5 +90,5 @@ def watch_runs(folders: Sequence[Path], where: Where | None = None) -> list[Watc
     """
     runs = [LiveRun(folder, where) for folder in folders]
     names = [run.name for run in runs]
-    shown = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+    shown = [name if names.count(name) == 1 else str(run.label) for name, run in zip(names, runs, strict=True)]
     return [Watched(run, name) for name, run in zip(shown, runs, strict=True)]

@@ -15,10 +15,11 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.runs.live import LiveEvent
 from pulsetrain.watch.braille import draw
 from pulsetrain.watch.sections import curve_title
-from pulsetrain.watch.texts import event_line, plain
+from pulsetrain.watch.texts import event_line
 from pulsetrain.watch.watched import Watched, curve_names
 
 __all__ = ["COLOURS", "CurveGrid", "CurveView", "EventList"]

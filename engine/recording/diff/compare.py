@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.diff.environments import environment_differences
@@ -19,7 +19,9 @@ from pulsetrain.engine.recording.log.records import LoggedEvent
 __all__ = ["diff"]
 
 
-def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, atol: float = 0.0) -> LogDiff:
+def diff(
+    a: str | os.PathLike[str] | EventLog, b: str | os.PathLike[str] | EventLog, rtol: float = 0.0, atol: float = 0.0
+) -> LogDiff:
     """Compare the deterministic events of two logs: floats by their bits, or within a tolerance if one is given.
 
     Times, throughput and other observed values are not compared, nor are superseded events. Blocks with equal digests
@@ -27,6 +29,7 @@ def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, 
     are compared.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> from pulsetrain.engine.recording import LogWriter
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for run, loss in (("a", 0.5), ("b", 0.25)):
@@ -54,7 +57,7 @@ def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, 
     return _Comparison(_side(a), _side(b), rtol, atol).result()
 
 
-def _side(log: str | Path | EventLog) -> Side:
+def _side(log: str | os.PathLike[str] | EventLog) -> Side:
     return Side(log if isinstance(log, EventLog) else EventLog(log))
 
 
@@ -78,16 +81,16 @@ class _Comparison:
         here, there = a.environment(), b.environment()
         fork = next(
             (
-                f"{child.folder} was forked from {parent.folder} after iteration {iteration}: compared from there on"
+                f"{child.label} was forked from {parent.label} after iteration {iteration}: compared from there on"
                 for child, parent, iteration in ((a, b, self.forks[0]), (b, a, self.forks[1]))
                 if iteration is not None
             ),
             None,
         )
-        damage = [f"{side.folder}: {each}" for side in self.sides for each in side.log.damage]
+        damage = [f"{side.label}: {each}" for side in self.sides for each in side.log.damage]
         return LogDiff(
-            a.folder,
-            b.folder,
+            a.label,
+            b.label,
             self.agreed,
             self.divergence,
             tuple(missing),

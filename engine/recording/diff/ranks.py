@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ class RanksDiff:
         return found
 
 
-def diff_ranks(run: str | Path) -> RanksDiff:
+def diff_ranks(run: str | os.PathLike[str]) -> RanksDiff:
     """Find the first event in which a process of a run differs from rank 0.
 
     Compared are rates, gradients' norms, metrics, fingerprints of weights and of the optimizer's state, and which
@@ -133,12 +134,12 @@ def diff_ranks(run: str | Path) -> RanksDiff:
     reported, damage = _diverged(main), list[str]()
     for rank in ranks[1:]:
         log = EventLog(run, rank)  # one after the other: each open log has its file mapped, and may be large
-        compared.append(_compared(Path(run), tuple(ranks), main, log, rank))
+        compared.append(_compared(Path(main.run.name), tuple(ranks), main, log, rank))
         reported += _diverged(log)
         damage += [f"rank {rank}: {each}" for each in log.damage]
     damage = [f"rank 0: {each}" for each in main.damage] + damage
     found, least = [each for each in compared if each], min(each.agreed for each in compared)
-    first = min(found, key=lambda each: each.agreed, default=RanksDiff(Path(run), tuple(ranks), least))
+    first = min(found, key=lambda each: each.agreed, default=RanksDiff(Path(main.run.name), tuple(ranks), least))
     payload = min(reported, key=lambda event: event.t).payload if reported else None
     return replace(
         first, damage=tuple(dict.fromkeys(damage)), reported="" if payload is None else describe_divergence(payload)

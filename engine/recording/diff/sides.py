@@ -96,14 +96,14 @@ class Side:
         return damaged or self._thinned
 
     @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self.log.run_folder
+    def label(self) -> Path:
+        """What messages call the run folder."""
+        return Path(self.log.run.name)
 
     @cached_property
     def facts(self) -> dict[str, Json]:
         """The content of run.json; empty if it is missing or damaged."""
-        return read_run_file(self.folder)
+        return read_run_file(self.log.run_folder)
 
     def environment(self) -> dict[str, Json] | None:
         """The environment that run.json describes."""

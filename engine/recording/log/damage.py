@@ -9,7 +9,7 @@ from pathlib import Path
 from pulsetrain.engine.recording.log.blocks import SEAM, Data, Header, parse
 from pulsetrain.engine.recording.log.index import Index
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent
-from pulsetrain.engine.recording.log.run_file import RUN_FILE, id_of_run
+from pulsetrain.engine.recording.log.run_file import RUN_FILE, newer_format, read_run_file
 from pulsetrain.engine.recording.log.scan import Contents, Damage, Recovered
 from pulsetrain.engine.recording.log.tail import CHUNK
 
@@ -105,8 +105,9 @@ def damage_of_another_run(file: Path, run: str, folder: Path) -> Damage | None:
         run: id of the run that recorded the log; empty if it is not known.
         folder: the run folder.
     """
-    known = id_of_run(folder)
-    if not run or not known or run == known:
+    described = read_run_file(folder)
+    known = described.get("id")
+    if not run or not known or run == known or newer_format(described):
         return None
     return Damage(file.name, 0, 0, f"the log of another run, {run}; {RUN_FILE} is of run {known}")
 

@@ -52,17 +52,19 @@ class LogFollower:
         folder: the folder of the log's files, which may not exist yet.
         rank: the rank whose log to follow.
         recent: begin with this number of the newest blocks; by default with the first.
+        label: what messages call the folder.
     """
 
     folder: Path
     rank: int
     run: str
 
-    def __init__(self, folder: Path, rank: int = 0, recent: int | None = None) -> None:
+    def __init__(self, folder: Path, rank: int = 0, recent: int | None = None, *, label: Path | None = None) -> None:
         self.folder, self.rank = folder, rank
         self.generation: int = 0
         self._recent = recent
         self._path, tail = log_files(folder, rank)
+        self._label = (label or folder) / self._path.name
         self._tail = TailFollower(tail)
         self._begin()
 
@@ -200,7 +202,7 @@ class LogFollower:
         seams = [seam_of(event) for event in self._tail.read() if event.event == SEAM]
         head = self._tail.head
         self._tail.restart()
-        contents = scan(self._path, None, head.run if head is not None else "")
+        contents = scan(self._label, mapped(self._path), head.run if head is not None else "")
         index = contents.index
         self.run = head.run if head is not None else index.run
         self._seams = [(after, seam) for seam, after, _ in (*index.seams, *seams)]
@@ -216,7 +218,7 @@ class LogFollower:
 
     def _was_thinned(self) -> bool:
         """Whether the sealed file was replaced by a thinned one of the same log; if so, continue in that."""
-        contents = scan(self._path, None, self.run)
+        contents = scan(self._label, mapped(self._path), self.run)
         index = contents.index
         if not self.run or index.run != self.run or index.last_seq < self._sealed:
             return False
@@ -251,7 +253,7 @@ class LogFollower:
                 self.damage.append(Damage(self._path.name, self._offset, following, "no whole block", self._sealed))
                 self._offset = following
                 continue
-            check_format(self._path, block.header.v)
+            check_format(self._label, block.header.v)
             return block
         return None
 

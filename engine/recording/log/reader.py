@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
@@ -20,7 +21,7 @@ from pulsetrain.engine.recording.log.damage import (
     damage_of_record,
     find_damage,
 )
-from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.engine.recording.log.files import NamedPath, log_files
 from pulsetrain.engine.recording.log.index import Index, Reach
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
@@ -69,7 +70,7 @@ class EventLog:
     3 ['trainer'] [2, 3]
 
     Args:
-        path: a run folder, or its folder `events`.
+        path: a run folder, or its folder `events`; messages call it what `str(path)` is.
         rank: the rank whose log to read.
 
     Raises:
@@ -77,12 +78,14 @@ class EventLog:
     """
 
     folder: Path
+    label: Path
 
-    def __init__(self, path: str | Path, rank: int = 0) -> None:
-        folder = Path(path)
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
+        folder, label = Path(path), Path(str(path))
         if not log_files(folder, rank)[0].exists() and (folder / "events").is_dir():
-            folder = folder / "events"
+            folder, label = folder / "events", label / "events"
         self.folder, self._rank = folder, rank
+        self.label = label  # what messages call the folder
         self._sealed, self._tail = log_files(folder, rank)
         if not self._sealed.exists() and not self._tail.exists():
             there = ", ".join(map(str, _ranks_in(folder)))
@@ -111,7 +114,9 @@ class EventLog:
         self._data = mapped(self._sealed)
         found = recovered(lines)
         head = found.head
-        self._contents: Contents = scan(self._sealed, self._data, head.run if head is not None else "")
+        self._contents: Contents = scan(
+            self.label / self._sealed.name, self._data, head.run if head is not None else ""
+        )
         self._index = self._contents.index
         found.drop_sealed(self._index.last_seq)
         self._events, self._run = found.events, head.run if head is not None else ""
@@ -131,6 +136,11 @@ class EventLog:
     def run_folder(self) -> Path:
         """The run folder that the log is part of; the log's own folder if it is not called `events`."""
         return self.folder.parent if self.folder.name == "events" else self.folder
+
+    @property
+    def run(self) -> NamedPath:
+        """The run folder, under the name by which messages call it."""
+        return NamedPath(self.run_folder, str(self.label.parent if self.folder.name == "events" else self.label))
 
     @property
     def run_id(self) -> str:
@@ -307,7 +317,7 @@ class EventLog:
         return any(after < seq < seam for after, seam in self._superseded)
 
 
-def logged_ranks(path: str | Path) -> list[int]:
+def logged_ranks(path: str | os.PathLike[str]) -> list[int]:
     """The ranks that have a log in a run folder, or in its folder `events`; rank 0 if none has."""
     folder = Path(path)
     folder = folder / "events" if (folder / "events").is_dir() else folder
@@ -320,7 +330,7 @@ def _ranks_in(folder: Path) -> list[int]:
     return sorted(ranks | {0} if any(file.exists() for file in log_files(folder)) else ranks)
 
 
-def read_ranks(path: str | Path, **query: Unpack[ReadOptions]) -> Iterator[tuple[int, LoggedEvent]]:
+def read_ranks(path: str | os.PathLike[str], **query: Unpack[ReadOptions]) -> Iterator[tuple[int, LoggedEvent]]:
     """The events of every rank's log, each with its rank: by iteration, then by rank, then in recorded order.
 
     Events of other engines during an iteration, such as those of a validation, stay with that iteration.

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["RUN_FILE", "id_of_run", "read_run_file"]
+__all__ = ["RUN_FILE", "RUN_FORMAT", "id_of_run", "newer_format", "read_run_file"]
 
 RUN_FILE = "run.json"
+RUN_FORMAT = 1
 
 
 def read_run_file(folder: Path) -> dict[str, Json]:
     """The content of run.json; empty if the file is missing or is not a JSON object."""
     try:
         found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
-    except (OSError, ValueError):  # not JSON, or not UTF-8
+    except (OSError, ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deep
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def newer_format(described: Mapping[str, Json]) -> str:
+    """Why the content of run.json cannot be relied on: a newer version has written it; "" if none has.
+
+    >>> newer_format({"format": 1}), newer_format({"format": 3})
+    ('', 'run.json has format 3, and this version reads up to 1; read the run with a newer pulsetrain')
+    """
+    found = described.get("format")
+    if not isinstance(found, int) or found <= RUN_FORMAT:
+        return ""
+    rule = f"has format {found}, and this version reads up to {RUN_FORMAT}"
+    return f"{RUN_FILE} {rule}; read the run with a newer pulsetrain"
 
 
 def id_of_run(folder: Path) -> str:

@@ -310,7 +310,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     write_run(tmp_path / "c", [1.0, 0.9], rate=0.2)
     bare = write_run(tmp_path / "bare", [1.0])
     (bare / "config.yaml").unlink()
-    assert "nowhere: is not a run folder" in wrong(capsys, "nowhere", "a")
+    assert "nowhere: does not exist; name a run folder" in wrong(capsys, "nowhere", "a")
     assert "bare: has no config.yaml" in wrong(capsys, "a", "bare")
     assert "have the same settings; --git compares" in wrong(capsys, "a", "b")
     assert "--metric val/none: is not a metric of both runs; these are: val/loss" in wrong(

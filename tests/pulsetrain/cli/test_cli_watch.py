@@ -90,7 +90,7 @@ def test_without_textual_the_extra_is_named(
     ("words", "message"),
     [
         (["none", "--once"], "none: does not exist; name a run folder"),
-        (["notes", "--once"], "notes: is not a run folder; one has run.json, events"),
+        (["notes", "--once"], "notes: is not a run folder; one has run.json or events"),
         (["notes"], "notes: is not a run folder"),
         (["run"], "is not a terminal; add --once"),
         (["run", "--once", "--where", "evnt == 1"], "no field 'evnt'; did you mean 'event'?"),
