@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import secrets
 import signal
@@ -163,6 +164,8 @@ def _bound(host: str, port: int) -> socket.socket:
             raise
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        rule = f"cannot be used: {why}; choose another port, or port 0 for one that is free"
+        is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "another port, or port 0 for one that is free" if is_port else "an address of this machine"
+        rule = f"cannot be used: {why}; choose {remedy}"
         raise ConfigurationError(rule, "serve", host=host, port=port) from error
     return made

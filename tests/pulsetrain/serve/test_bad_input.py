@@ -160,6 +160,14 @@ def test_a_port_in_use_is_named_with_the_remedy(root: Path, capsys: pytest.Captu
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("host", ["203.0.113.1", "none.invalid", ""])
+def test_a_host_that_is_not_this_machine_is_named(host: str, root: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", str(root), "--host", host, "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert f"host={host!r}, port=0): cannot be used: " in said
+    assert "choose an address of this machine" in said
+
+
 @pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "a\x1b[2J", "two\nlines", "n" * 200, "\u202egnp.exe"])
 def test_hostile_names_are_texts(name: str, root: Path):
     write_run(root / name, [1.0])
