@@ -59,6 +59,8 @@ class CellOutput:
 def shorten_traceback(error: BaseException) -> None:
     """In a notebook, let IPython show only the calls in the user's own code: the first and the last of them.
 
+    Of the errors that led to it, the first one is shown, with the last call in the user's own code.
+
     The error itself and its traceback do not change: `%debug` and `traceback.print_last()` see all calls, and after
     `%xmode Verbose`, so do `%tb` and later errors.
     """
@@ -80,35 +82,52 @@ def _render() -> list[str]:
     if formatter.mode != "Context":  # the user has chosen another form than IPython's usual one
         lines: list[str] = formatter.structured_traceback(type(error), error, error.__traceback__)
         return lines
+    around = 3 if _led_to(error) else 5  # lines of code that are shown of a call; 5 is IPython's own number
     with _short_chain(error) as left_out:
-        lines = formatter.structured_traceback(type(error), error, error.__traceback__, tb_offset=0)
+        lines = formatter.structured_traceback(type(error), error, error.__traceback__, 0, around)
     if left_out:
         notes = len(getattr(error, "__notes__", ()))  # which follow the error as lines of their own
         lines[-1 - notes] = _without_calls_in_workers(lines[-1 - notes])
-        lines.insert(-1 - notes, f"({left_out} further calls are not shown; %xmode Verbose and %tb show them)\n")
+        lines.insert(-1 - notes, f"({left_out} are not shown; %xmode Verbose and %tb show them)\n")
     return lines
 
 
 @contextmanager
-def _short_chain(error: BaseException) -> Iterator[int]:
-    """Shorten the tracebacks of an error and of those that led to it; yields how many calls are left out meanwhile."""
-    whole: list[tuple[BaseException, TracebackType | None]] = []
-    each: BaseException | None = error
-    while each is not None and each not in (other for other, _ in whole):
-        whole.append((each, each.__traceback__))
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+def _short_chain(error: BaseException) -> Iterator[str]:
+    """Shorten the tracebacks of an error and of those that led to it; yields what is left out meanwhile."""
+    earlier = _led_to(error)
+    tracebacks = [(each, each.__traceback__) for each in (error, *earlier)]
+    cause, context, hides_context = error.__cause__, error.__context__, error.__suppress_context__
     left_out = 0
     try:
-        for each, traceback in whole:
+        for each, traceback in tracebacks:
             calls = list(_calls(traceback))
             own = [call for call in calls if not _is_of_library(call)]
-            shown = (own if len(own) <= 2 else [own[0], own[-1]]) or calls[-1:]
+            shown = (own[-1:] if each is not error or len(own) == 1 else [*own[:1], *own[-1:]]) or calls[-1:]
             left_out += len(calls) - len(shown)
             each.__traceback__ = _chained(shown)
-        yield left_out
+        if len(earlier) > 1 and cause is not None:
+            error.__cause__ = earlier[-1]
+        elif len(earlier) > 1:
+            error.__context__ = earlier[-1]
+        between = " and the errors between these two" if len(earlier) > 1 else ""
+        yield f"{left_out} further calls{between}" if left_out or between else ""
     finally:
-        for each, traceback in whole:
+        for each, traceback in tracebacks:
             each.__traceback__ = traceback
+        error.__cause__, error.__context__ = cause, context
+        error.__suppress_context__ = hides_context  # which setting the cause has changed
+
+
+def _led_to(error: BaseException) -> list[BaseException]:
+    """The errors that led to an error and that a traceback shows, the latest first."""
+    found: list[BaseException] = [error]
+    while True:
+        last = found[-1]
+        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if before is None or any(before is each for each in found):
+            return found[1:]
+        found.append(before)
 
 
 def _calls(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -25,7 +25,9 @@ from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.pulse import SharedFlag
 from pulsetrain.engine.distributed.ranks import check_shared, check_virtual, is_sharded
 from pulsetrain.engine.distributed.shards import resharded
+from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
+from pulsetrain.engine.notebook import shorten_traceback
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import (
@@ -59,6 +61,7 @@ from pulsetrain.training.arguments import (
     configured_handlers,
     named_loaders,
     resolve_strategy,
+    warn_of_unused_metrics,
 )
 from pulsetrain.training.attaching import attach_handlers, attach_rollouts
 from pulsetrain.training.evaluated_run import EvaluatedRun
@@ -200,6 +203,7 @@ class Trainer(EvaluatedRun):
         self.train_loader = train_loader
         val_loaders = named_loaders(val_loader)
         check_sets(val_loaders)
+        warn_of_unused_metrics(metrics, train_loader, val_loaders)
         attach_rollouts(self, train_loader, val_loaders)
         self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
@@ -283,6 +287,9 @@ class Trainer(EvaluatedRun):
         """
         try:
             self.driver.train(resume, wait=wait)
+        except BaseException as error:  # Ctrl-C, too
+            shorten_traceback(error)
+            raise
         finally:
             self.model_store.publish()
         return self.history.get_history()
@@ -398,7 +405,12 @@ class Trainer(EvaluatedRun):
         folder = resolve(path)
         in_pieces = IN_PIECES if is_sharded(self.model) else ()
         state = load_checkpoint(folder, in_pieces=in_pieces, checked=self.driver.has_checked(folder))
-        self.load_checkpoint_state(state)
+        try:
+            self.load_checkpoint_state(state)
+        except CheckpointError as error:
+            named = error.with_text(f"{folder}: {error}")
+            shorten_traceback(named)
+            raise named.with_traceback(error.__traceback__) from error.__cause__
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
     def load_checkpoint_state(self, state: Mapping[str, object]) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from pathlib import Path
 
 from pulsetrain.engine.checkpoint.files import files_of
 from pulsetrain.engine.checkpoint.locations import Location, location_of
 from pulsetrain.engine.checkpoint.manifest import BEST, MANIFEST, is_checkpoint_name, unseal
 from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.checkpoint.reader import damage_of, find_checkpoints, ordinal_of, read_checkpoint
-from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.errors import CheckpointError, nearest
 from pulsetrain.engine.logs import get_logger
 
 __all__ = ["best_of", "latest_of", "load_checkpoint", "resolve"]
 
 LATEST = "latest"
+_NAMED = "name the folder of a checkpoint, or of a run for its latest one, or RUN/best"
 
 
 def load_checkpoint(
@@ -72,6 +74,16 @@ def resolve(path: str | os.PathLike[str]) -> Location:
             f"{folder}: there is no checkpoint in {folder.parent}; name the run folder, too, as "
             f"RUN/checkpoints/{folder.name}"
         )
+    files = files_of(folder)
+    if isinstance(folder, Path) and folder.is_file():
+        raise CheckpointError(
+            f"{folder}: is a file, and a checkpoint is a folder; {_NAMED}, or load weights of another program into the "
+            "model by load_safetensors or torch's load_state_dict"
+        )
+    if not files.exists(folder):
+        near = nearest(folder.name, (LATEST, BEST))
+        hint = f"; did you mean {str(folder.parent / near[0])!r}?" if near else ""
+        raise CheckpointError(f"{folder}: no checkpoint there: it does not exist; {_NAMED}{hint}")
     return folder  # which reading refuses
 
 

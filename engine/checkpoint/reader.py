@@ -25,7 +25,7 @@ from pulsetrain.engine.checkpoint.manifest import (
 )
 from pulsetrain.engine.checkpoint.pieces import whole
 from pulsetrain.engine.checkpoint.plain import Plain
-from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.errors import CheckpointError, did_you_mean
 
 __all__ = [
     "check_checkpoint", "damage_of", "find_checkpoints", "history_of", "ordinal_of", "read_checkpoint", "size_of",
@@ -164,8 +164,12 @@ def _manifest_of(folder: Location) -> Manifest:
     try:
         manifest = _read_manifest(folder)
     except FileNotFoundError:
-        known = ", ".join(each.name for each in find_checkpoints(folder.parent)) or "none"
-        raise CheckpointError(f"{folder}: no checkpoint there ({MANIFEST} is missing); present: {known}") from None
+        names = [each.name for each in find_checkpoints(folder.parent)]
+        known = ", ".join(names) or "none; a checkpoint is a folder RUN/checkpoints/NUMBER-NAME"
+        hint = did_you_mean(folder.name, names)
+        raise CheckpointError(
+            f"{folder}: no checkpoint there ({MANIFEST} is missing); present: {known}{hint}"
+        ) from None
     _refuse_newer(folder, manifest)
     return manifest
 

@@ -64,18 +64,14 @@ def get_loss(name_or_callable: str | Loss, **options: object) -> Loss:
         _check_options(name_or_callable, loss, options)
         return partial(loss, **options)
     if isinstance(name_or_callable, type):
-        name = name_or_callable.__name__
-        raise ConfigurationError(f"get_loss({name}): needs an instance, not the class; pass {name}()")
+        rule = f"needs an instance, not the class; pass {name_or_callable.__name__}()"
+        raise ConfigurationError(rule, "get_loss", name=name_or_callable)
     if not callable(name_or_callable):
-        raise ConfigurationError(
-            f"get_loss({name_or_callable!r}): needs a function (outputs, targets) -> Tensor, or one of "
-            f"{', '.join(sorted(_NAMED))}"
-        )
+        rule = f"needs a function (outputs, targets) -> Tensor, or one of {', '.join(sorted(_NAMED))}"
+        raise ConfigurationError(rule, "get_loss", name=name_or_callable)
     if options:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigurationError(
-            f"get_loss({given}): only a loss given by name accepts options; pass functools.partial(loss, ...)"
-        )
+        rule = "only a loss given by name accepts options; pass functools.partial(loss, ...)"
+        raise ConfigurationError(rule, "get_loss", **options)
     return name_or_callable
 
 

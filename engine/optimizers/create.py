@@ -140,21 +140,23 @@ def resolve_optimizer(
         given = _accepted(optimizer, lr=learning_rate, weight_decay=weight_decay)
         _check_call(place, optimizer, given)
         made = optimizer(model.parameters(), **given)
-        place = f"{place}(optimizer={optimizer!r}) returned {type(made).__name__}"
+        given_by, returned = optimizer, f"returned {type(made).__name__}; "
     else:
-        place = f"{place}(optimizer={type(optimizer).__name__})"
+        given_by, returned = type(optimizer), ""
     if not isinstance(made, Optimizer):
-        raise ConfigurationError(
-            f"{place}: needs a name ({', '.join(sorted(NAMES))}), a torch.optim.Optimizer, "
+        rule = (
+            f"{returned}needs a name ({', '.join(sorted(NAMES))}), a torch.optim.Optimizer, "
             "or a function from parameters to one"
         )
+        raise ConfigurationError(rule, place, optimizer=given_by)
     held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     missing = [key for key, parameter in trainable_of(model) if id(parameter) not in held]
     if missing:
-        raise ConfigurationError(
-            f"{place}: lacks {len(missing)} trainable parameters of the model, {missing[0]!r} first; create it from "
+        rule = (
+            f"lacks {len(missing)} trainable parameters of the model, {missing[0]!r} first; create it from "
             "model.parameters() of this model, and call requires_grad_(False) on parameters that should stay fixed"
         )
+        raise ConfigurationError(rule, place, optimizer=given_by)
     if is_schedule_free(made):
         begin_training(made)
     return made

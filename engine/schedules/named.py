@@ -126,8 +126,8 @@ def _spans(
         return spans
     if total_steps is None:
         raise ConfigurationError(
-            "needs the number of updates; bound the run (max_updates, or max_epochs over a loader with a length) "
-            "or choose 'constant', 'step' or 'inverse_sqrt'",
+            "needs the number of updates ({total_steps}); bound the run (max_updates, or max_epochs over a loader with "
+            "a length), or choose 'constant', 'step' or 'inverse_sqrt'",
             place,
             name=name,
             total_steps=None,

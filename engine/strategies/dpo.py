@@ -11,7 +11,7 @@ import torch
 
 from pulsetrain.engine.argument_checks import check_bool, check_choice, is_number
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, raised_by
 from pulsetrain.engine.losses import dpo_loss
 from pulsetrain.engine.losses.preference import LOSSES, OF_MEANS, SMOOTHED
 from pulsetrain.engine.strategies.answers import PairStrategy, Scores
@@ -105,7 +105,8 @@ class DPOStrategy(PairStrategy):
         takes = [each for each in compared if each in SMOOTHED]
         for each in compared:
             smoothing = self.label_smoothing if each in takes or not takes else 0.0
-            dpo_loss(zeros, zeros, None, None, self.beta, each, smoothing, self.discopop_tau)
+            with raised_by(self._place):
+                dpo_loss(zeros, zeros, None, None, self.beta, each, smoothing, self.discopop_tau)
 
     def _loss(self, scores: Scores, targets: Mapping[str, Array]) -> Array:
         terms = [(weight, self._term(each, scores)) for each, weight in self._terms]

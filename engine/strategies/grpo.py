@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_number, check_whole_number
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.errors import ConfigurationError, refused
+from pulsetrain.engine.errors import ConfigurationError, raised_by, refused
 from pulsetrain.engine.losses import (
     clip_fraction,
     entropy,
@@ -147,11 +147,13 @@ class GRPOStrategy(PolicyStrategy):
             raise refused(self, rule, "scale_rewards", "advantages")
         if advantages == "gdpo" and self.scale_rewards != "group":
             raise refused(self, "'gdpo' always divides by each group's; leave it out", "scale_rewards", "advantages")
-        rewards = torch.zeros(group_size, 1)  # rejects wrong values now, as does the loss below
-        self._compared({"rewards": rewards[:, 0], "reward_parts": rewards, "reward_weights": torch.ones(1)})
-        self._loss(torch.zeros(1, 1), {
+        rewards = torch.zeros(group_size, 1)
+        row = {
             "log_probs": torch.zeros(1, 1), "advantages": torch.zeros(1), "mask": torch.ones(1, 1, dtype=torch.bool)
-        })  # fmt: skip
+        }  # fmt: skip
+        with raised_by("GRPOStrategy"):  # rejects wrong values now
+            self._compared({"rewards": rewards[:, 0], "reward_parts": rewards, "reward_weights": torch.ones(1)})
+            self._loss(torch.zeros(1, 1), row)
 
     def learn_from(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
         """The rows of a rollout with advantages within each group, one row per text.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.arrays import Array, namespace, stop_gradient
+from pulsetrain.engine.errors import raised_by
 from pulsetrain.engine.losses import implicit_rewards, kto_loss
 from pulsetrain.engine.step.protocols import TrainingBatch, describe
 from pulsetrain.engine.strategies.answers import AnswerStrategy, Scores
@@ -73,7 +74,8 @@ class KTOStrategy(AnswerStrategy):
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
         self._sides = ("", "kl_") if loss_type == "kto" else ("",)
         zeros = torch.zeros(1)
-        kto_loss(zeros, zeros, zeros == 0, None, beta, desirable_weight, undesirable_weight)  # rejects wrong values now
+        with raised_by(self._place):  # rejects wrong values now
+            kto_loss(zeros, zeros, zeros == 0, None, beta, desirable_weight, undesirable_weight)
 
     def _read(self, batch: Mapping[str, Tensor], side: str, check: bool) -> tuple[Tensor, Tensor]:
         if side == "kl_" and self.context is not None:  # both texts fit the model, and their combination may not

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pulsetrain.engine.argument_checks import check_number
 from pulsetrain.engine.arrays import Array, has_values, masked_mean, on_host, require_tensor
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, raised_by
 from pulsetrain.engine.losses import check_first_batch, cross_entropy, get_loss
 from pulsetrain.engine.losses.checks import check_labels
 from pulsetrain.engine.metrics import perplexity
@@ -349,7 +349,8 @@ class NextTokenStrategy(LanguageStrategy):
     def __init__(self, loss_options: Mapping[str, object] | None, aux_loss_coef: float | None = None) -> None:
         super().__init__(aux_loss_coef)
         options = loss_options or {}
-        self._loss = get_loss("cross_entropy", **options)
+        with raised_by(self._place, lambda option, value: ("loss_options", {option: value})):
+            self._loss = get_loss("cross_entropy", **options)
         self._plain = not any(options.get(name) for name in ("label_smoothing", "z_loss"))
         self._is_mean = self._plain and options.get("ignore_index", IGNORED) == IGNORED
 

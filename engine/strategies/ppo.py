@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_choice, check_number, check_positive
 from pulsetrain.engine.arrays import Array, misshapen
-from pulsetrain.engine.errors import ConfigurationError, refused
+from pulsetrain.engine.errors import ConfigurationError, raised_by, refused
 from pulsetrain.engine.losses import gae, ppo_policy_loss, ppo_value_loss
 from pulsetrain.engine.losses.masks import mean_of
 from pulsetrain.engine.schedules.formula import Schedule
@@ -117,7 +117,8 @@ class PPOStrategy(PolicyStrategy):
         if adaptive_kl is not None and not self.kl_coef:
             rule = "0 stays 0 when it is doubled; start with a kl_coef above 0, or leave adaptive_kl out"
             raise refused(self, rule, "kl_coef", "adaptive_kl")
-        gae(torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.bool), gamma, lam)  # rejects wrong values now
+        with raised_by("PPOStrategy"):  # rejects wrong values now
+            gae(torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.bool), gamma, lam)
         self.value_coef, self.value_clip_range = value_coef, value_clip_range
         if isinstance(normalize_advantages, str):
             check_choice("PPOStrategy", "normalize_advantages", normalize_advantages, _NORMALIZATIONS)

@@ -8,6 +8,7 @@ import torch
 
 from pulsetrain.engine.argument_checks import check_number, check_positive
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import raised_by
 from pulsetrain.engine.losses import dpo_loss, orpo_loss, simpo_loss
 from pulsetrain.engine.losses.preference import OF_MEANS
 from pulsetrain.engine.strategies.answers import PairStrategy, Scores
@@ -75,7 +76,8 @@ class CPOStrategy(_ReferenceFree):
         super().__init__(beta, sft_weight)
         self.loss_type, self.label_smoothing = loss_type, label_smoothing
         self._of_means = loss_type in OF_MEANS
-        self._compared(torch.zeros(1), torch.zeros(1))  # rejects wrong values now
+        with raised_by(self._place):
+            self._compared(torch.zeros(1), torch.zeros(1))  # rejects wrong values now
 
     def _compared(self, chosen: Array, rejected: Array) -> Array:
         return dpo_loss(chosen, rejected, None, None, self.beta, self.loss_type, self.label_smoothing)
@@ -107,7 +109,8 @@ class SimPOStrategy(_ReferenceFree):
         super().__init__(beta, sft_weight)
         check_number(self._place, "gamma", gamma)
         self.gamma, self.label_smoothing = gamma, label_smoothing
-        self._compared(torch.zeros(1), torch.zeros(1))  # rejects wrong values now
+        with raised_by(self._place):
+            self._compared(torch.zeros(1), torch.zeros(1))  # rejects wrong values now
 
     def _compared(self, chosen: Array, rejected: Array) -> Array:
         return simpo_loss(chosen, rejected, self.beta, self.gamma, self.label_smoothing)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array, is_array, require_tensor
-from pulsetrain.engine.errors import ArgumentTypeError
+from pulsetrain.engine.errors import ArgumentTypeError, nearest, raised_by
 from pulsetrain.engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
 from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.model_outputs import predictions_of
@@ -64,7 +64,8 @@ class SupervisedStrategy:
         target: str | None = None,
     ) -> None:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-        self._loss = get_loss(loss, **(loss_options or {}))
+        with raised_by("SupervisedStrategy", _as_argument):
+            self._loss = get_loss(loss, **(loss_options or {}))
         if target is not None and not isinstance(target, str):
             raise ArgumentTypeError("needs the name of a field", "SupervisedStrategy", target=target)
         self.target = target
@@ -122,17 +123,29 @@ class SupervisedStrategy:
             for name, value in fields.items():
                 require_tensor("SupervisedStrategy", name, value)
             return {name: value for name, value in fields.items() if name != found[0]}, fields[found[0]]
+        names = ", ".join(map(str, fields)) or "no field"
         if len(found) > 1:
             raise TypeError(
-                f"SupervisedStrategy: a batch with {', '.join(map(str, fields))}: both {' and '.join(found)} may be "
-                f"the targets; name one, as SupervisedStrategy(target={found[0]!r}), and let the loader drop the other"
+                f"SupervisedStrategy: a batch with {names}: both {' and '.join(found)} may be the targets; name one, "
+                f"as SupervisedStrategy(target={found[0]!r}), and let the loader drop the other"
             )
-        has = f", and this one has {', '.join(map(str, fields)) or 'no field'}" if isinstance(batch, Mapping) else ""
+        expected = " or ".join(map(repr, wanted))
+        if found:
+            raise TypeError(
+                f"SupervisedStrategy: a batch with {names} has targets and no inputs; let the loader return these too"
+            )
+        if isinstance(batch, Mapping):
+            near = nearest(self.target, map(str, fields)) if self.target is not None else []
+            example = repr((near or [*fields])[-1]) if len(fields) > 1 else "..."
+            raise TypeError(
+                f"SupervisedStrategy: a batch with {names} has no field {expected} for the targets; name the field "
+                f"that holds them, as SupervisedStrategy(target={example}); the other fields are keywords of the model"
+            )
         length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise TypeError(
             f"SupervisedStrategy: a batch of {type(batch).__name__}{length} cannot be split; let the loader return "
-            f"pairs (inputs, targets), or a mapping with inputs and {' or '.join(map(repr, wanted))}{has}; or write a "
-            "strategy whose prepare_batch accepts it"
+            f"pairs (inputs, targets), or a mapping with inputs and {expected}; or write a strategy whose "
+            "prepare_batch accepts it"
         )
 
     def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
@@ -188,6 +201,11 @@ class SupervisedStrategy:
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Tensor]:
         """No metrics besides the loss."""
         return {}
+
+
+def _as_argument(name: str, value: object) -> tuple[str, object]:
+    """The strategy's argument that an argument of `get_loss`, or of the loss itself, came from."""
+    return ("loss", value) if name == "name" else ("loss_options", {name: value})
 
 
 def _is_of_torch(loss: object) -> bool:

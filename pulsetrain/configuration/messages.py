@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 
-from pulsetrain.engine import schedules
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, did_you_mean
 
 __all__ = ["as_yaml", "entry", "in_settings", "unknown"]
 
 MANY = 80  # names, of which a message would become unreadable
 
-_TRAINING = {
-    name: f"training.{name}" for name in ("learning_rate", "weight_decay", "no_decay", "min_lr_ratio", "warmup_steps")
-} | {"total_steps": "the run's total_steps"}
-_SCHEDULE = {**_TRAINING, "name": "training.schedule", "*": "training.schedule_options.*"}
-_BACKEND = {"precision": "training.precision", "device": "training.device"}
 # By the class or function that rejects an argument: the setting that the argument came from; * is any other name.
 _SETTINGS: dict[str, dict[str, str]] = {
-    "": {name: f"training.{name}" for name in ("device", "activation_checkpointing")},
+    "": {"device": "training.device"},
     "Accumulate": {"*": "training.accumulate.*"},
     "ActivationCheckpointing": {"*": "training.activation_checkpointing.*"},
     "ActivationOffload": {"*": "training.activation_offload.*"},
     "OptimizerOffload": {"*": "training.optimizer_offload.*"},
     "Topology": {"*": "parallel.*"},
-    "Precision": {**_BACKEND, "name": "training.precision"},
-    "TorchBackend": _BACKEND,
-    "TrainingConfig": {"*": "training.*"},
+    "TrainingConfig": {"*": "training.*", "the run's total_steps": "the run's total_steps"},
     "Trainer": {
         **{name: name for name in ("strategy", "backend", "model", "metrics", "handlers")},
         "train_loader": "data: train_loader",
@@ -35,21 +27,14 @@ _SETTINGS: dict[str, dict[str, str]] = {
         "optimizer": "training.optimizer",
     },
     "Trainer.train": {"resume": "--resume"},
-    "build_schedule": _SCHEDULE,
-    "create_optimizer": {
-        **_TRAINING, "name": "training.optimizer", "model": "model", "*": "training.optimizer_options.*",
-    },
-}  # fmt: skip
-for _name in schedules.__all__:
-    if is_dataclass(_kind := getattr(schedules, _name)):
-        _SETTINGS[_name] = {**_SCHEDULE, fields(_kind)[0].name: "training.learning_rate"}
+}
 
 
 def in_settings(error: PulsetrainError) -> PulsetrainError:
     """The error with settings in place of arguments, where a part that the training section describes has raised it.
 
-    >>> print(in_settings(ConfigurationError("needs to be above 0", "create_optimizer", momentum=None)))
-    training.optimizer_options.momentum=null: needs to be above 0
+    >>> print(in_settings(ConfigurationError("needs to be above 0", "TrainingConfig", optimizer_options={"eps": None})))
+    training.optimizer_options.eps=null: needs to be above 0
     """
     settings = _SETTINGS.get(error.place, {})
     if error.argument is None or not _setting(settings, error.argument):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pulsetrain.debugger.command import Command, whole_number
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.predicate import FIELDS
 from pulsetrain.export.event_formats import FORMATS
@@ -67,7 +67,13 @@ class Commands:
         if command is None:
             raise unknown_name("debug", "command", words[0][:40], self._table)
         self._last = line if name in MOVES else ""
-        yield from map(printable, command.run(words[1].strip() if len(words) > 1 else ""))
+        try:
+            yield from map(printable, command.run(words[1].strip() if len(words) > 1 else ""))
+        except PulsetrainError as error:
+            if not error.place or not hasattr(self.target, error.place):
+                raise
+            named = error.reworded(lambda argument, value: (argument, value), place=name)
+            raise named.with_traceback(error.__traceback__) from error.__cause__
 
     def repeat(self) -> str:
         """The line that an empty line at a terminal repeats: the last one if it moved, or else none."""

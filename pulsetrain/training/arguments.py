@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -43,6 +43,8 @@ from pulsetrain.handlers import (
     SampleText,
 )
 from pulsetrain.handlers.plots.notebook_curve import NotebookCurve
+from pulsetrain.training.as_written import as_written
+from pulsetrain.training.no_data import NoTrainingData
 from pulsetrain.training.run_length import RunLength
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "configured_schedules",
     "named_loaders",
     "resolve_strategy",
+    "warn_of_unused_metrics",
     "writes_for_all",
 ]
 
@@ -164,6 +167,16 @@ def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingS
             )
 
 
+def warn_of_unused_metrics(metrics: Iterable[str] | None, train_loader: object, sets: Collection[str]) -> None:
+    """Warn of metrics of a trainer that trains and has no validation set: training computes none of them."""
+    if metrics and not sets and not isinstance(train_loader, NoTrainingData) and ranks().is_main:
+        get_logger("pulsetrain").warning(
+            "metrics are computed over validation sets, and there is none: train() reports the loss without them; pass "
+            "val_loader=..., for which the training data will do, or call validate(loader) or test(loader)",
+            metrics=list(metrics),
+        )
+
+
 def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional methods
     """The strategy of this name, or the strategy itself."""
     if isinstance(strategy, str):
@@ -264,17 +277,18 @@ def configured_schedules(
     """
     if not _has_schedule(config):
         return {}
-    return {
-        name: build_schedule(
-            str(config.schedule),
-            float(part.defaults.get("lr", part.param_groups[0]["lr"])),  # possibly a tensor
-            total_steps=total_updates,
-            warmup_steps=config.warmup_steps,
-            min_lr_ratio=config.min_lr_ratio,
-            **config.schedule_options,
-        )
-        for name, part in parts_of(optimizer).items()
-    }
+    with as_written():
+        return {
+            name: build_schedule(
+                str(config.schedule),
+                float(part.defaults.get("lr", part.param_groups[0]["lr"])),  # possibly a tensor
+                total_steps=total_updates,
+                warmup_steps=config.warmup_steps,
+                min_lr_ratio=config.min_lr_ratio,
+                **config.schedule_options,
+            )
+            for name, part in parts_of(optimizer).items()
+        }
 
 
 def _has_schedule(config: TrainingConfig) -> bool:

@@ -17,6 +17,7 @@ from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refu
 from pulsetrain.engine.optimizers import LEARNING_RATE, NamedOptimizers, parts_of, resolve_optimizer
 from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest, ValueBackend
 from pulsetrain.engine.step.protocols import AlternatingStrategy, BackendSettings, BindsModel, Strategy
+from pulsetrain.training.as_written import as_written
 
 __all__ = ["make_store"]
 
@@ -30,7 +31,8 @@ def make_store(
         ConfigurationError: the backend cannot do what a setting or the strategy asks for, or does not know the
             optimizer.
     """
-    backend.configure(_settings_of(config, seed))
+    with as_written():
+        backend.configure(_settings_of(config, seed))
     options = dict(config.optimizer_options)
     if config.no_decay is not None:
         options["no_decay"] = config.no_decay
@@ -46,7 +48,8 @@ def make_store(
             model = nn.ModuleDict(model)
         if isinstance(model, nn.Module):
             leave_out_adapted(model)
-        store = backend.make_store(model, request, strategy)
+        with as_written(optimizer):
+            store = backend.make_store(model, request, strategy)
         _refuse_idle_settings(config, optimizer, store.optimizer, by_value=isinstance(backend, ValueBackend))
         rates = [group.get("lr") for group in store.optimizer.param_groups]
         scheduled = config.schedule not in (None, "constant") or config.warmup_steps

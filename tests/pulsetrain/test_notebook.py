@@ -61,6 +61,51 @@ class Rows(torch.utils.data.Dataset):
 ragged = DataLoader(Rows(), batch_size=4, num_workers=1)
 Trainer(model, ragged, strategy=SupervisedStrategy("mse")).train()
 """,
+    "is interrupted": """
+import os, signal
+interrupted = Trainer(model, train, strategy=SupervisedStrategy("mse"), config=silent)
+
+@interrupted.on(Events.ITERATION_COMPLETED(once=3))
+def press(trainer):
+    os.kill(os.getpid(), signal.SIGINT)
+
+interrupted.train()
+""",
+    "is interrupted twice": """
+again = Trainer(model, train, strategy=SupervisedStrategy("mse"), config=silent)
+
+@again.on(Events.ITERATION_COMPLETED(once=3))
+def press_twice(trainer):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+again.train()
+""",
+    "fails after two errors": """
+class Table(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def number(self, row):
+        return {"a": 1.0}[row]
+
+    def value(self, row):
+        try:
+            return self.number(row)
+        except KeyError as error:
+            raise ValueError(f"row {row} has no number") from error
+
+    def __getitem__(self, row):
+        try:
+            return self.value(row), 1.0
+        except ValueError as error:
+            raise RuntimeError("the table cannot be read") from error
+
+Trainer(model, DataLoader(Table()), strategy=SupervisedStrategy("mse"), config=silent).train()
+""",
+    "loads what does not exist": """
+Trainer(model, train, strategy=SupervisedStrategy("mse"), config=silent).train(resume="lates")
+""",
     "names an unknown argument": "Trainer(model, train, lr=0.1)",
     "fails in a handler": """
 trainer = Trainer(model, train, strategy=SupervisedStrategy("mse"), config=silent)
@@ -119,6 +164,29 @@ def test_an_error_of_the_constructor_is_as_short(cell: str, cause: str, outputs:
     lines = traceback_of(outputs[cell])
     assert len(lines) < 15
     assert lines[-1].startswith(cause)
+
+
+@pytest.mark.parametrize("cell", ["is interrupted", "is interrupted twice"])
+def test_an_interrupt_is_short(cell: str, outputs: dict[str, list[Any]]) -> None:
+    lines = traceback_of(outputs[cell])
+    assert len(lines) < 25
+    assert lines[-1].startswith("KeyboardInterrupt")
+
+
+def test_of_a_chain_of_errors_the_first_and_the_last_are_shown(outputs: dict[str, list[Any]]) -> None:
+    lines = traceback_of(outputs["fails after two errors"])
+    assert len(lines) < 25
+    assert [line for line in lines if line.startswith("KeyError: ")]
+    assert not [line for line in lines if line.startswith("ValueError: ")]
+    assert lines[-1] == "RuntimeError: the table cannot be read"
+    assert "further calls and the errors between these two are not shown" in "\n".join(lines)
+    assert any('return {"a": 1.0}[row]' in line and line.startswith("---->") for line in lines)
+
+
+def test_a_checkpoint_that_does_not_exist_is_as_short(outputs: dict[str, list[Any]]) -> None:
+    lines = traceback_of(outputs["loads what does not exist"])
+    assert len(lines) < 15
+    assert lines[-1].startswith("CheckpointError: lates: no checkpoint there")
 
 
 def test_an_error_in_a_worker_is_shown_without_the_calls_of_its_libraries(outputs: dict[str, list[Any]]) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from ignite.metrics import RunningAverage
 from torch import nn
@@ -79,7 +80,10 @@ def test_two_given_schedulers_for_one_optimizer_are_refused():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"schedule_options": {"gamma": 0.5}}, r"build_schedule\(gamma=0.5\): unknown to the schedule 'constant'"),
+        (
+            {"schedule_options": {"gamma": 0.5}},
+            r"^TrainingConfig\(schedule_options={'gamma': 0.5}\): unknown to the sch",
+        ),
         ({"min_lr_ratio": 0.1}, r"min_lr_ratio=0.1\): the schedule 'constant' has no lowest rate"),
     ],
 )
@@ -161,6 +165,26 @@ def test_an_argument_of_another_kind_is_named(arguments: dict[str, Any], says: s
 def test_a_metric_may_not_take_the_name_of_the_loss():
     with pytest.raises(ConfigurationError, match="choose another"):
         trainer(metrics={"loss": object()})
+
+
+def test_metrics_without_a_validation_set_are_warned_about_at_once():
+    metrics = {"mse": RunningAverage(output_transform=lambda output: output["loss"])}
+    with structlog.testing.capture_logs() as logs:
+        trainer(metrics=metrics)
+    (line,) = [each for each in logs if "metrics are computed over validation sets" in each["event"]]
+    assert (line["log_level"], line["metrics"]) == ("warning", ["mse"])
+    assert "pass val_loader=" in line["event"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"val_loader": loader(8)}, {"metrics": {}}, {"train_loader": None, "val_loader": None}]
+)
+def test_metrics_that_are_computed_are_not_warned_about(arguments: dict[str, Any]):
+    metrics = {"mse": RunningAverage(output_transform=lambda output: output["loss"])}
+    given = {"train_loader": loader(8), "metrics": metrics, "strategy": SupervisedStrategy("mse"), **arguments}
+    with structlog.testing.capture_logs() as logs:
+        Trainer(regression_model(), config=TrainingConfig(progress=False), **given)
+    assert not [each for each in logs if "metrics are computed" in each["event"]]
 
 
 @pytest.mark.parametrize("name", ["perplexity", "bits_per_byte"])

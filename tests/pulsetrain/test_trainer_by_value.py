@@ -123,7 +123,7 @@ def test_a_batch_that_fails_leaves_the_weights_as_they_were(on):
     run = trainer(on, (), data, max_epochs=1, schedule=None)
     before = {}
     run.add_event_handler(Events.ITERATION_STARTED, lambda: before.update(state_of(run)))
-    with pytest.raises(TypeError, match="SupervisedStrategy: a batch of dict cannot be split; let"):
+    with pytest.raises(TypeError, match="SupervisedStrategy: a batch with inputs has no field 'labels' or 'label'"):
         run.train()
     assert run.state.update == 3
     assert state_of(run) == before

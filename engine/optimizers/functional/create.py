@@ -49,10 +49,11 @@ def create_functional(
     place = "create_functional"
     if name not in _KINDS:
         others = ", ".join(sorted(set(NAMES) - set(_KINDS)))
-        raise ConfigurationError(
-            f"{unknown_name(place, 'name', name, _KINDS)}; {others} only update in place: use TorchBackend() without "
-            "functional=True"
+        rule = (
+            f"{unknown_name(place, 'name', name, _KINDS).rule}; {others} only update in place: use TorchBackend() "
+            "without functional=True"
         )
+        raise ConfigurationError(rule, place, name=name)
     kind = _KINDS[name]
     checked = check(place, name, learning_rate, weight_decay, decay_mask, options)
     known = {field.name for field in fields(kind)}

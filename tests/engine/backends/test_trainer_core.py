@@ -299,7 +299,7 @@ def test_a_backend_without_a_model_says_so(library):
             TypeError,
             "SupervisedStrategy: a batch of Tensor cannot be split; let the loader return pai",
         ),
-        ({"inputs": torch.ones(4, 4)}, TypeError, "SupervisedStrategy: a batch of dict cannot be split"),
+        ({"inputs": torch.ones(4, 4)}, TypeError, "SupervisedStrategy: a batch with inputs has no field 'labels' or "),
         ((torch.ones(4, 4),), TypeError, "SupervisedStrategy: a batch of tuple of 1 cannot be split"),
         ((torch.ones(0, 4), torch.ones(0, 3)), ValueError, r"a batch of 0 samples, inputs float32 \(0, 4\)"),
         ((torch.ones(4, 4), torch.ones(4, 2)), ValueError, "mse"),

@@ -229,9 +229,9 @@ def test_an_unknown_name_lists_the_choices():
 
 
 def test_a_class_or_a_number_is_refused():
-    with pytest.raises(ConfigurationError, match=r"get_loss\(MSELoss\): needs an instance.*pass MSELoss\(\)"):
+    with pytest.raises(ConfigurationError, match=r"get_loss\(name=MSELoss\): needs an instance.*pass MSELoss\(\)"):
         get_loss(nn.MSELoss)
-    with pytest.raises(ConfigurationError, match=r"get_loss\(3\): needs a function"):
+    with pytest.raises(ConfigurationError, match=r"get_loss\(name=3\): needs a function"):
         get_loss(3)
 
 

@@ -280,7 +280,7 @@ def test_anything_else_is_refused_with_the_three_choices(wrong):
 
 
 def test_a_factory_that_returns_no_optimizer_is_refused():
-    with pytest.raises(ConfigurationError, match=r"returned list: needs a name"):
+    with pytest.raises(ConfigurationError, match=r"resolve_optimizer\(optimizer=list\): returned list; needs a name"):
         resolve_optimizer(list, small(), 0.1)
 
 

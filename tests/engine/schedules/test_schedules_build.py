@@ -137,14 +137,14 @@ def test_a_floor_is_refused_where_the_schedule_has_none(name):
         (
             "cosine",
             {"total_steps": None},
-            r"build_schedule\(name='cosine', total_steps=None\): needs the number of updates",
+            r"build_schedule\(name='cosine'\): needs the number of updates \(total_steps=None\); bound the run",
         ),
-        ("linear", {"total_steps": None}, r"build_schedule\(name='linear', total_steps=None\): "),
-        ("wsd", {"total_steps": None}, r"build_schedule\(name='wsd', total_steps=None\): "),
+        ("linear", {"total_steps": None}, r"build_schedule\(name='linear'\): .*total_steps=None"),
+        ("wsd", {"total_steps": None}, r"build_schedule\(name='wsd'\): .*total_steps=None"),
         (
             "cosine_with_restarts",
             {"total_steps": None},
-            r"build_schedule\(name='cosine_with_restarts', total_steps=None\)",
+            r"build_schedule\(name='cosine_with_restarts'\): .*total_steps=None",
         ),
         ("cosine", {"total_steps": 10.5}, r"build_schedule\(total_steps=10.5\): needs a whole number of updates"),
         ("cosine", {"warmup_steps": 100}, r"build_schedule\(warmup_steps=100\): leaves nothing of total_steps=100"),

@@ -136,7 +136,7 @@ def test_a_list_of_one_loss_is_that_loss():
         ({"loss_type": ["sigmoid", "ipoo"]}, r"DPOStrategy\(loss_type='ipoo'\): unknown; .* sft, .* mean 'ipo'"),
         ({"loss_type": ["hinge", "ipo"], "label_smoothing": 0.1}, r"loss_type='hinge'\): only aot, .*take label smoot"),
         ({"loss_type": "exo_pair"}, r"loss_type='exo_pair'\): needs a label smoothing above 0"),
-        ({"discopop_tau": -1.0}, r"dpo_loss\(discopop_tau=-1.0\): needs a positive number"),
+        ({"discopop_tau": -1.0}, r"DPOStrategy\(discopop_tau=-1.0\): needs a positive number"),
     ],
 )
 def test_losses_that_cannot_be_added_are_refused_at_once(options, message):
@@ -288,7 +288,7 @@ def test_the_references_log_probabilities_of_single_answers_may_be_stored():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beta": 0}, r"kto_loss\(beta=0\): needs a positive number"),
+        ({"beta": 0}, r"KTOStrategy\(beta=0\): needs a positive number"),
         ({"loss_type": "kt"}, r"KTOStrategy\(loss_type='kt'\): unknown; choose one of apo_zero_unpaired, kto"),
         ({"desirable_weight": -1.0}, r"desirable_weight=-1.0\): needs a positive number"),
         ({"reference": "base"}, r"KTOStrategy\(reference='base'\): needs 'copy', a model, or None"),
@@ -305,7 +305,7 @@ def test_options_of_kto_are_checked(options, message):
         (lambda: DPOStrategy(reference_free="no"), r"DPOStrategy\(reference_free='no'\): needs True or False"),
         (lambda: CPOStrategy(0), r"CPOStrategy\(beta=0\): needs a positive number"),
         (lambda: CPOStrategy(sft_weight=-1), r"CPOStrategy\(sft_weight=-1\): needs a finite number of at least 0"),
-        (lambda: CPOStrategy(loss_type="simpo"), r"dpo_loss\(loss_type='simpo'\): unknown"),
+        (lambda: CPOStrategy(loss_type="simpo"), r"CPOStrategy\(loss_type='simpo'\): unknown"),
         (lambda: SimPOStrategy(gamma=-0.1), r"SimPOStrategy\(gamma=-0.1\): needs a finite number of at least 0"),
         (lambda: SimPOStrategy(label_smoothing=0.7), r"label_smoothing=0.7\): needs a number of at least 0"),
         (lambda: ORPOStrategy(-0.1), r"ORPOStrategy\(beta=-0.1\): needs a positive number"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pulsetrain.engine import SupervisedStrategy, TrainingBatch
+from pulsetrain.engine import ConfigurationError, SupervisedStrategy, TrainingBatch
 
 IMAGES, CLASSES = torch.ones(4, 3), torch.tensor([0, 1, 2, 1])
 
@@ -42,15 +42,22 @@ def test_the_targets_may_have_any_name():
 @pytest.mark.parametrize(
     ("target", "batch", "words"),
     [
-        (None, {"x": IMAGES}, "inputs and 'labels' or 'label', and this one has x;"),
-        (None, {}, "this one has no field"),
-        (None, {"labels": CLASSES}, "this one has labels"),
+        (None, {"x": IMAGES}, r"a batch with x has no field 'labels' or 'label' for the targets; .*\(target=\.\.\.\)"),
+        (
+            None,
+            {"x": IMAGES, "y": CLASSES},
+            r"a batch with x, y has no field 'labels' or 'label' for the targets; name the field that holds them, as "
+            r"SupervisedStrategy\(target='y'\); the other fields are keywords of the model",
+        ),
+        ("lable", {"label": CLASSES, "x": IMAGES}, r"has no field 'lable' for the .*\(target='label'\)"),
+        (None, {}, "a batch with no field has no field 'labels'"),
+        (None, {"labels": CLASSES}, "a batch with labels has targets and no inputs; let the loader return these too"),
         (
             None,
             {"x": IMAGES, "labels": CLASSES, "label": CLASSES},
             r"both labels and label may be the targets; name one",
         ),
-        ("y", {"x": IMAGES, "labels": CLASSES}, "inputs and 'y', and this one has x, labels"),
+        ("y", {"x": IMAGES, "labels": CLASSES}, "a batch with x, labels has no field 'y' for the targets"),
         (None, {"x": IMAGES.numpy(), "labels": CLASSES}, r"SupervisedStrategy\(x=numpy.ndarray"),
         (None, {"x": IMAGES, "labels": CLASSES.numpy()}, r"SupervisedStrategy\(labels=numpy.ndarray"),
     ],
@@ -58,6 +65,26 @@ def test_the_targets_may_have_any_name():
 def test_a_mapping_without_targets_or_inputs_is_refused(target, batch, words):
     with pytest.raises(TypeError, match=words):
         SupervisedStrategy(target=target).prepare_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss": "cross_entrop"}, "(loss='cross_entrop'): unknown; choose one of "),
+        ({"loss": nn.MSELoss}, "(loss=MSELoss): needs an instance, not the class; pass MSELoss()"),
+        ({"loss": 3}, "(loss=3): needs a function"),
+        ({"loss": "mse", "loss_options": {"label_smoothing": 1}}, "(loss_options={'label_smoothing': 1}): unknown to "),
+        ({"loss_options": {"label_smoothing": 2.0}}, "(loss_options={'label_smoothing': 2.0}): "),
+        (
+            {"loss": nn.MSELoss(), "loss_options": {"a": 1, "b": 2}},
+            "(loss_options={'a': 1, 'b': 2}): only a loss given",
+        ),
+    ],
+)
+def test_a_loss_that_does_not_exist_is_named_as_the_argument_that_it_is(arguments, message):
+    with pytest.raises(ConfigurationError) as caught:
+        SupervisedStrategy(**arguments)
+    assert str(caught.value).startswith(f"SupervisedStrategy{message}")
 
 
 def test_a_name_of_the_targets_is_text():

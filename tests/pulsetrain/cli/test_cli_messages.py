@@ -88,7 +88,7 @@ CASES = {
     ),
     "both spellings": (
         "--training.optimizer adamw --training.optimizer_options '{adam_beta1: 0.9,betas: [0.9,0.99]}'",
-        "training.optimizer_options.adam_beta1=0.9, training.optimizer_options.betas=[0.9, 0.99]: pass only one of",
+        "training.optimizer_options={adam_beta1: 0.9, betas: [0.9, 0.99]}: pass only one of",
     ),
     "layer rates": (
         "--training.optimizer_options.layer_rates '{\"7\": 0.1}'",
@@ -96,7 +96,7 @@ CASES = {
     ),
     "optimizer's own error": (
         "--training.optimizer_options '{nesterov: true,momentum: 0}'",
-        "training.optimizer='sgd', training.optimizer_options.nesterov=true, training.optimizer_options.momentum=0: ",
+        "training.optimizer='sgd', training.optimizer_options={nesterov: true, momentum: 0}: ",
     ),
     "nothing to train": ("--model torch.nn.Flatten", "model=Flatten: no trainable parameter"),
     "accumulated tokens": (

@@ -165,14 +165,17 @@ class TestMessages:
                 ConfigurationError("the strategy", "TrainingConfig", accumulate=Accumulate(tokens=64)),
                 "training.accumulate.tokens=64: the strategy",
             ),
+            (ConfigurationError("needs", "TrainingConfig", optimizer="lion"), "training.optimizer='lion': needs"),
             (
-                ConfigurationError("not available", "Precision", name="fp16", device="cpu"),
-                "training.precision='fp16', training.device='cpu': not available",
+                ConfigurationError("needs", "TrainingConfig", schedule_options={"gamma": 2}),
+                "training.schedule_options.gamma=2: needs",
             ),
-            (ConfigurationError("Net has", "TorchBackend", precision="fp16"), "training.precision='fp16': Net has"),
-            (ConfigurationError("needs", "create_optimizer", name="lion"), "training.optimizer='lion': needs"),
-            (ConfigurationError("needs", "create_optimizer", learning_rate=0), "training.learning_rate=0: needs"),
-            (ConfigurationError("needs", "Cosine", initial_lr=-1), "training.learning_rate=-1: needs"),
+            (
+                ConfigurationError(
+                    "of {the run's total_steps}", "TrainingConfig", warmup_steps=1, **{"the run's total_steps": 2}
+                ),
+                "training.warmup_steps=1: of the run's total_steps=2",
+            ),
             (
                 ConfigurationError("PretrainStrategy", "Trainer", metrics={"perplexity": ...}),
                 "metrics.perplexity: PretrainStrategy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,50 @@ def test_a_missing_checkpoint_says_what_is_there(tmp_path: Path):
         run.train(resume=tmp_path / "checkpoints" / "000000123-x")
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         run.load_checkpoint(tmp_path / "nowhere" / "000000123-x")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("lates", "lates: no checkpoint there: it does not exist; name the folder of a checkpoint, .*mean 'latest'"),
+        ("runs/a/bst", "runs/a/bst: no checkpoint there: it does not exist; .*did you mean 'runs/a/best'"),
+        ("runs/nowhere", "runs/nowhere: no checkpoint there: it does not exist; .* or RUN/best$"),
+        ("best", r"best: there is no checkpoint in \.; name the run folder, too, as RUN/checkpoints/best"),
+        ("weights.pt", "weights.pt: is a file, and a checkpoint is a folder; name the folder of a checkpoint, "),
+        ("empty", r"empty: no checkpoint there \(manifest.json is missing\); present: none; a checkpoint is a folder "),
+    ],
+)
+def test_a_path_that_names_no_checkpoint_is_answered_with_the_remedy(
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("weights.pt").write_bytes(b"weights")
+    Path("empty").mkdir()
+    run = trainer(handlers=[Checkpointer(tmp_path / "run")])
+    with pytest.raises(CheckpointError, match=f"^{message}"):
+        run.train(resume=given)
+
+
+def test_a_misspelt_checkpoint_beside_others_is_answered_with_the_nearest(tmp_path: Path):
+    run = trainer(handlers=[Checkpointer(tmp_path)])
+    run.train()
+    right = run.save_checkpoint("mine")
+    with pytest.raises(CheckpointError, match=f"did you mean '{right.name}'"):
+        run.load_checkpoint(right.with_name(f"{right.name}d"))
+
+
+def test_a_checkpoint_that_does_not_fit_the_model_is_named(tmp_path: Path):
+    run = trainer(handlers=[Checkpointer(tmp_path)])
+    run.train()
+    path = run.save_checkpoint("mine")
+    other = trainer(model=torch.nn.Linear(4, 1))
+    with pytest.raises(CheckpointError) as caught:
+        other.load_checkpoint(path)
+    assert str(caught.value).startswith(f"{path}: the checkpoint's weights do not fit the model: ")
+    with pytest.raises(CheckpointError) as caught:
+        other.train(resume=tmp_path)
+    assert str(caught.value).startswith(f"{path}: the checkpoint's weights do not fit the model: ")
+    assert len([line for line in traceback.format_exception(caught.value) if "CheckpointError: " in line]) == 1
 
 
 def test_ignites_state_dict_stays_three_keys():
