@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pulsetrain.cli.reports import DAMAGED, OK, report_damage, until_closed
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.engine.recording.log.reader import logged_ranks
@@ -37,10 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
     }
     events = follow(log, where, time.sleep, **filters) if arguments.follow else log.read(where=where, **filters)
     silent = True
+
+    def noticed() -> Iterator[LoggedEvent]:
+        nonlocal silent
+        for event in events:
+            silent = False
+            yield event
+
     with until_closed():
         try:
-            for line in FORMATS[arguments.format](events, arguments.fields, arguments.follow):
-                silent = False
+            for line in FORMATS[arguments.format](noticed(), arguments.fields, arguments.follow):
                 sys.stdout.write(line)
                 if arguments.follow:
                     sys.stdout.flush()
@@ -51,9 +57,25 @@ def run(arguments: argparse.Namespace) -> int:
     if failure is not None:
         rule = f"cannot be computed on any event: {failure}; correct the condition"
         raise ConfigurationError(f"--where {arguments.where!r}: {rule}")
-    if silent and arguments.format == "table":
-        print(f"pulsetrain: no event of {log.folder} matches; its engines: {', '.join(log.engines)}", file=sys.stderr)
+    for line in _why_silent(log, arguments, silent=silent):
+        print(f"pulsetrain: {line}", file=sys.stderr)
     return report_damage(log.damage)
+
+
+def _why_silent(log: EventLog, arguments: argparse.Namespace, *, silent: bool) -> Iterator[str]:
+    """What explains that no event matched, and the names that the log does not have and that resemble one of its."""
+    if silent:
+        hint = did_you_mean(arguments.engine, log.engines) if arguments.engine not in (None, *log.engines) else ""
+        yield f"no event of {log.folder} matches; its engines: {', '.join(log.engines)}{hint}"
+    there = log.event_types if arguments.event else []
+    for name in (name for name in arguments.event or () if name not in there):
+        from pulsetrain.engine.events.names import Events  # torch comes with them
+
+        shipped = [event.value for event in Events]
+        hint = did_you_mean(name, [*there, *shipped]) if name not in shipped else ""
+        if silent or hint:
+            hint = hint or f"; it has {', '.join(there) or 'none'}"
+            yield f"--event {name}: no event of {log.folder} has this type{hint}"
 
 
 def follow(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -32,8 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.name.removesuffix(".py")
     if name not in found:
         raise unknown_name("pulsetrain examples", "NAME", arguments.name, found)
-    target = copy_example(found[name], arguments.into / found[name].name)
-    print(f"{target}\nrun it: {_how_to_run(target)}")
+    needed = _needed(found[name])
+    into = arguments.into / "examples" if needed else arguments.into  # they import each other as examples.NAME
+    target = copy_example(found[name], into / found[name].name)
+    print(target)
+    for each in needed:
+        if not (into / each.name).exists():
+            print(copy_example(each, into / each.name))
+    print(_how_to_run_among(target, arguments.into) if needed else f"run it: {_how_to_run(target)}")
     return OK
 
 
@@ -83,6 +90,28 @@ def _examples() -> Iterator[tuple[str, Traversable]]:
             yield each.name, each
 
 
+def _needed(example: Traversable) -> list[Traversable]:
+    """The other examples that an example imports or names, and those that they need."""
+    there = {each.name.removesuffix(".py"): each for each in _folder().iterdir()}
+    found: dict[str, Traversable] = {}
+    waiting = [example]
+    while waiting:
+        each = waiting.pop()
+        named = {name for text in _texts(each) for name in re.findall(r"\bexamples[./](\w+(?:\.yaml)?)", text)}
+        named.add(f"{each.name.partition('.')[0]}.yaml")  # a script's configuration
+        for name in sorted(named & there.keys() - found.keys()):
+            if there[name].name != example.name:
+                found[name] = there[name]
+                waiting.append(there[name])
+    return list(found.values())
+
+
+def _texts(example: Traversable) -> Iterator[str]:
+    for each in [example] if example.is_file() else example.iterdir():
+        if each.name.endswith((".py", ".yaml")):
+            yield each.read_text(encoding="utf-8")
+
+
 def _lines() -> Iterator[str]:
     found = [(name, _about(each)) for name, each in _examples() if name != _PROJECT]
     width = max(len(name) for name, _ in found)
@@ -104,8 +133,11 @@ def _about(example: Traversable) -> str:
 
 
 def _first_line(script: Traversable) -> str:
-    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n")[0]
+    return _description(script).partition("\n")[0]
+
+
+def _description(script: Traversable) -> str:
+    return ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
 
 
 def _notebooks(folder: Traversable) -> list[Traversable]:
@@ -126,3 +158,14 @@ def _how_to_run(target: Path) -> str:
     if _notebooks(target):
         return f"jupyter lab {shlex.quote(str(target))}"
     return f"see the first lines of the files in {shlex.quote(str(target))}"
+
+
+def _how_to_run_among(target: Path, folder: Path) -> str:
+    """The commands in the first lines of an example that needs others; they are written for the folder above."""
+    scripts = [target] if target.is_file() else sorted(target.glob("*.py"))
+    lines = [line.strip() for each in scripts if each.name != "__init__.py" for line in _description(each).splitlines()]
+    commands = [re.split(r"\s{2,}| \[", line)[0] for line in lines if line.startswith(("python ", "pulsetrain "))]
+    there = "" if folder == Path() else f" in {shlex.quote(str(folder))}"
+    return "\n  ".join(
+        [f"run{there}:" if len(commands) == 1 else f"run one of these{there}:", *dict.fromkeys(commands)]
+    )

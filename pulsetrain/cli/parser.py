@@ -44,6 +44,7 @@ from pulsetrain.cli.commands import (
     watch,
     where,
 )
+from pulsetrain.engine.errors import did_you_mean
 from pulsetrain.engine.optional import missing_package
 
 __all__ = ["CommandParser", "make_parser", "run_command"]
@@ -80,15 +81,32 @@ COMMANDS = (
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that lists its arguments, for the completion script."""
+    """A parser that lists its arguments, for the completion script, and suggests the nearest name for a wrong one."""
 
     def __init__(self, **options: Any) -> None:
         self.declared: list[argparse.Action] = []
+        self.commands: dict[str, CommandParser] = {}
         super().__init__(**options)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         self.declared.append(super().add_argument(*names, **options))
         return self.declared[-1]
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        chosen, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = self.commands.get(getattr(chosen, "command", ""), self)
+            known = [name for each in command.declared for name in each.option_strings]
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0].partition('=')[0], known)}"
+            )
+        return chosen
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(each) for each in action.choices]
+            hint = did_you_mean(value, choices) or f" (choose from {', '.join(choices)})"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -115,6 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
         each.add_arguments(added)
         added.set_defaults(module=module, archives=getattr(each, "ARCHIVES", ()))
+    parser.commands = commands.choices
     commands.choices["completion"].set_defaults(program=parser, commands=commands.choices)
     return parser
 

@@ -79,18 +79,21 @@ class Handler(Protocol):
 
 
 def _make(text: str, spec: Mapping[str, object]) -> Handler:
-    handler: Handler = instantiate(spec, f"--handler {text}", _shipped(), settings=f"--handler {spec['class_path']}")
+    name = str(spec["class_path"])
+    in_words = {**spec, "class_path": name if "." in name else _in_words(name)}
+    handler: Handler = instantiate(in_words, f"--handler {text}", _shipped(), settings=f"--handler {name}")
     if not callable(getattr(handler, "attach", None)):
         raise ConfigurationError(f"--handler {text}: {type(handler).__name__} is not a handler: it has no attach()")
     return handler
 
 
 def _shipped() -> ShippedHandlers:
-    """Handlers by the names of their classes, and by these in lower case, such as `early_stopping`."""
-    return ShippedHandlers({name: name for name in HANDLERS} | {_in_words(name): name for name in HANDLERS})
+    """Handlers by the names of their classes in lower case, such as `early_stopping`."""
+    return ShippedHandlers({_in_words(name): name for name in HANDLERS})
 
 
 def _in_words(name: str) -> str:
+    """The name of a class in lower case; a name that is in lower case already stays."""
     name = name.replace("NaN", "Nan").replace("MLflow", "Mlflow")
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 

@@ -33,7 +33,7 @@ def check_field(name: str) -> None:
         ConfigurationError: there is no such field.
     """
     if name.partition(".")[0] not in _FIELDS:
-        raise unknown_name("events", "--fields", name, _FIELDS)
+        raise unknown_name("pulsetrain events", "--fields", name, _FIELDS)
 
 
 def format_count(number: int, thing: str) -> str:

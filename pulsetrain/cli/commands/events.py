@@ -25,7 +25,7 @@ examples:
   pulsetrain events runs/a --fields iteration,output.loss --format csv > loss.csv
   pulsetrain events runs/a --follow
 
-exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part was printed
+exit status: 0 done, also where no event matches; 2 wrong input; 3 the log is damaged, and its readable part was printed
 """
 
 

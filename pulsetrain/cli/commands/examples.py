@@ -10,7 +10,8 @@ __all__ = ["add_arguments"]
 HELP = "list the examples, or copy one"
 DESCRIPTION = """\
 List the examples that come with Pulsetrain, with what each one shows; or copy one of
-them, so that you can run and change it.
+them, so that you can run and change it. One that needs others is copied with them
+into a folder examples/, and runs from the folder above.
 """
 EPILOG = """\
 examples:

@@ -154,9 +154,11 @@ BAD = {
     "a configured URL": ("--resume latest --run=s3://b/run-{n}", "Checkpoints may be elsewhere: give the URL to the"),
     "a checkpoint's URL": ("--resume nothing://x", "folder 'nothing://x': Protocol not known: nothing; use a path"),
     "no checkpoint there": ("--resume memory://x/000000001-a", "memory://x/000000001-a"),
-    "no checkpoint at a file's URL": ("--resume file:///nowhere", "--resume /nowhere: is not a checkpoint; "),
+    "no checkpoint at a file's URL": ("--resume file:///nowhere", "/nowhere: no checkpoint there: it does not exist; "),
     "a run": ("--run old", "run folder old: already holds a run, and nothing is overwritten; resume it by"),
-    "no checkpoint": ("--resume nowhere", "--resume nowhere: is not a checkpoint; "),
+    "no checkpoint": ("--resume nowhere", "nowhere: no checkpoint there: it does not exist; name the folder of a "),
+    "latest misspelt": ("--resume lates", "lates: no checkpoint there: it does not exist; name the folder of a "),
+    "the nearest of latest and best": ("--resume bets", "; did you mean 'best'?"),
     "deep folder": ("--run a/b/c --handlers [CSVLoger]", "unknown name"),
     "shapes": ("--data.init_args.features 3", "shapes cannot be multiplied"),
 }

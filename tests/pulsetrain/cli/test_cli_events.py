@@ -123,6 +123,33 @@ class TestHow:
         assert said.out == ""
         assert "evaluator" in said.err
 
+    @pytest.mark.parametrize("form", ["table", "json", "csv"])
+    @pytest.mark.parametrize(
+        ("words", "hint"),
+        [
+            (["--event", "iteration_complete"], "this type; did you mean 'iteration_completed'?"),
+            (["--event", "VALIDATION_COMPLETED"], "this type; did you mean 'validation_completed'?"),
+            (["--event", "anomaly_detcted"], "this type; did you mean 'anomaly_detected'?"),
+            (["--event", "anomaly_detected"], "this type; it has iteration_completed, validation_completed"),
+            (["--event", "zzz"], "--event zzz: no event of "),
+            (["--engine", "trianer"], "its engines: trainer, evaluator; did you mean 'trainer'?"),
+        ],
+    )
+    def test_a_name_that_the_log_does_not_have_is_answered_with_the_nearest(self, words, hint, form, folder, capsys):
+        assert main(["events", folder, "--format", form, *words]) == 0
+        said = capsys.readouterr()
+        assert hint in said.err
+        assert len(said.out.splitlines()) == (form == "csv")  # its header
+
+    def test_a_misspelt_name_beside_others_is_mentioned_and_a_custom_one_is_not(self, folder, capsys):
+        names = ["--event", "validation_completed", "--event", "iteration_complete"]
+        assert main(["events", folder, *names]) == 0
+        said = capsys.readouterr()
+        assert len(said.out.splitlines()) == 4
+        assert said.err.count("\n") == said.err.count("did you mean 'iteration_completed'?") == 1
+        assert main(["events", folder, "--event", "validation_completed", "--event", "games_won"]) == 0
+        assert capsys.readouterr().err == ""
+
     @pytest.mark.slow
     def test_a_reader_may_close_the_pipe_early(self, folder):
         command = [sys.executable, "-m", "pulsetrain", "events", folder, "--format", "json"]

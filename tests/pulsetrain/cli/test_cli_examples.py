@@ -39,6 +39,55 @@ def test_a_copy_is_the_same_and_is_never_overwritten(
     assert copied.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("name", "copied", "command"),
+    [
+        ("ported", {"ported", "byte_lm"}, "python -m examples.ported.digits"),
+        ("byte_lm_jax", {"byte_lm_jax", "byte_lm"}, "python -m examples.byte_lm_jax.train"),
+        ("byte_lm_tuning", {"byte_lm_tuning", "byte_lm"}, "pulsetrain train examples/byte_lm/config.yaml"),
+        ("distributed", {"distributed", "byte_lm_jax", "byte_lm"}, "python examples/distributed/compare.py"),
+        ("memory", {"memory.py", "byte_lm"}, "python examples/memory.py"),
+        (
+            "sweep_digits",
+            {"sweep_digits.py", "sweep_digits.yaml", "sweep.yaml"},
+            "pulsetrain sweep examples/sweep.yaml",
+        ),
+        ("time_travel", {"time_travel.py", "time_travel.yaml"}, "python examples/time_travel.py"),
+    ],
+)
+def test_an_example_that_needs_others_is_copied_with_them(
+    name: str, copied: set[str], command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["examples", name, "--into", str(tmp_path)]) == 0
+    assert {each.name for each in (tmp_path / "examples").iterdir()} == copied
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith(command)]
+    assert f"in {tmp_path}:" in "\n".join(lines)
+    assert main(["examples", name, "--into", str(tmp_path)]) == 2
+    assert "exists already, and nothing is overwritten" in capsys.readouterr().err
+
+
+def test_an_example_that_was_copied_before_serves_the_next_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["examples", "ported", "--into", str(tmp_path)]) == 0
+    (tmp_path / "examples" / "byte_lm" / "model.py").write_text("mine")
+    assert main(["examples", "byte_lm_tuning", "--into", str(tmp_path)]) == 0
+    assert (tmp_path / "examples" / "byte_lm" / "model.py").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ported", "byte_lm_tuning", "memory", "time_travel"])
+def test_what_was_copied_finds_what_it_imports(name: str, tmp_path: Path):
+    assert main(["examples", name, "--into", str(tmp_path)]) == 0
+    scripts = (tmp_path / "examples").rglob("*.py")
+    modules = [".".join(each.relative_to(tmp_path).with_suffix("").parts) for each in scripts]
+    code = f"import importlib, sys\nfor name in {modules}: print(importlib.import_module(name).__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(Path(line).is_relative_to(tmp_path) for line in done.stdout.split())
+
+
 def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]):
     assert main(["examples", "minimol"]) == 2
     assert "did you mean 'minimal'?" in capsys.readouterr().err

@@ -28,6 +28,13 @@ class TestHelp:
             (["train"], 2, "the following arguments are required: CONFIG"),
             (["train", "a.yaml", "--bogus"], 2, "unrecognized arguments: --bogus"),
             (["train", "a.yaml", "--res", "latest"], 2, "unrecognized arguments: --res latest"),
+            (["tarin", "a.yaml"], 2, "invalid choice: 'tarin'; did you mean 'train'?"),
+            (["Events"], 2, "invalid choice: 'Events'; did you mean 'events'?"),
+            (["lrfind"], 2, "invalid choice: 'lrfind'; did you mean 'lr-find'?"),
+            (["train", "a.yaml", "--resum", "latest"], 2, "arguments: --resum latest; did you mean '--resume'?"),
+            (["events", "a", "--filds=epoch"], 2, "arguments: --filds=epoch; did you mean '--fields'?"),
+            (["--verson"], 2, "arguments: --verson; did you mean '--version'?"),
+            (["events", "a", "--format", "jsn"], 2, "invalid choice: 'jsn'; did you mean 'json'?"),
         ],
     )
     def test_a_command_prints_its_help(

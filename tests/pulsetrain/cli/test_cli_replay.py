@@ -102,6 +102,17 @@ def test_bad_handlers_are_one_line_and_status_2(
     assert said.out == ""
 
 
+@pytest.mark.parametrize("name", ["early_stoping", "EarlyStoping"])
+def test_the_handlers_to_choose_from_are_listed_once(
+    name: str, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(recorded), "--handler", name]) == 2
+    listed = capsys.readouterr().err.partition("choose one of ")[2].partition("; did you mean 'early_stopping'?")[0]
+    names = listed.split(", ")
+    assert {"early_stopping", "nan_guard", "lr_finder"} <= set(names)
+    assert len({each.replace("_", "").lower() for each in names}) == len(names)
+
+
 def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "nothing"), "--handler", "early_stopping"]) == 2
     error = capsys.readouterr().err
