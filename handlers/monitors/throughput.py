@@ -44,7 +44,8 @@ class Throughput(Handler):
             torch.utils.flop_counter, which makes that step several times slower and does not change results. A compiled
             model is not counted, since it would run uncompiled.
         peak_flops: of the device, operations per second; by default those of 16-bit matrix products, if the device's
-            name is known. Pass it if the run uses another precision.
+            name is known. Pass it if the run uses another precision, or on a CPU, whose peak is not known: without it,
+            throughput/mfu is left out there.
         clock: seconds, monotonic.
 
     Raises:
@@ -222,6 +223,8 @@ class Throughput(Handler):
         if self.peak_flops is not None:
             return self.peak_flops
         device = device_of(engine) or torch.device("cpu")
+        if device.type == "cpu":
+            return None
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = peak_flops_of(name)
         if peak is None and not self._peak_missed:

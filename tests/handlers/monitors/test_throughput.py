@@ -261,7 +261,17 @@ def test_a_compiled_model_is_left_alone():
     assert any("compiled" in log["event"] for log in logs)
 
 
-def test_an_unknown_device_has_no_share_and_one_warning():
+def test_a_cpu_has_no_share_and_no_warning():
+    trainer = make_trainer(Throughput(Every(iterations=2)))
+    seen = published(trainer)
+    with capture_logs() as logs:
+        trainer.train()
+    assert all("mfu" not in each and "flops_per_second" in each for each in seen)
+    assert not [log for log in logs if log["log_level"] == "warning"]
+
+
+def test_an_unknown_device_has_no_share_and_one_warning(monkeypatch):
+    monkeypatch.setattr("pulsetrain.handlers.monitors.throughput.device_of", lambda engine: torch.device("meta"))
     trainer = make_trainer(Throughput(Every(iterations=2)))
     seen = published(trainer)
     with capture_logs() as logs:
