@@ -135,11 +135,15 @@ class SupervisedStrategy:
                 f"SupervisedStrategy: a batch with {names} has targets and no inputs; let the loader return these too"
             )
         if isinstance(batch, Mapping):
-            near = nearest(self.target, map(str, fields)) if self.target is not None else []
-            example = repr((near or [*fields])[-1]) if len(fields) > 1 else "..."
+            remedy = "let the loader return pairs (inputs, targets), or a mapping with both"
+            if len(fields) > 1:
+                near = nearest(self.target, map(str, fields)) if self.target is not None else []
+                remedy = (
+                    f"name the field that holds them, as SupervisedStrategy(target={(near or [*fields])[-1]!r}); the "
+                    "other fields are keywords of the model"
+                )
             raise TypeError(
-                f"SupervisedStrategy: a batch with {names} has no field {expected} for the targets; name the field "
-                f"that holds them, as SupervisedStrategy(target={example}); the other fields are keywords of the model"
+                f"SupervisedStrategy: a batch with {names} has no field {expected} for the targets; {remedy}"
             )
         length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise TypeError(

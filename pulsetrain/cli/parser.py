@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(each) for each in action.choices]
-            hint = did_you_mean(value, choices) or f" (choose from {', '.join(choices)})"
+            hint = did_you_mean(value, choices) or f" (choose from {', '.join(map(repr, choices))})"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
 
 

@@ -98,7 +98,7 @@ def test_a_run_continues_with_the_reference_that_was_given_to_it(tmp_path):
 
     checkpoint = run(1, "run").save_checkpoint()
     run(1, "same").load_checkpoint(checkpoint)
-    with pytest.raises(CheckpointError, match=r"^DPOStrategy: the reference model has other weights than the one"):
+    with pytest.raises(CheckpointError, match=r": DPOStrategy: the reference model has other weights than the one"):
         run(2, "other").load_checkpoint(checkpoint)
 
 

@@ -181,8 +181,8 @@ def test_an_update_of_truncated_texts_alone_changes_nothing():
 
 
 REFUSED = [
-    ({"ratio": "text"}, "grpo_loss(ratio='text'): unknown; choose one of product, sequence, token"),
-    ({"objective": "ppo"}, "grpo_loss(objective='ppo'): unknown; choose one of cispo, clip"),
+    ({"ratio": "text"}, "GRPOStrategy(ratio='text'): unknown; choose one of product, sequence, token"),
+    ({"objective": "ppo"}, "GRPOStrategy(objective='ppo'): unknown; choose one of cispo, clip"),
     ({"advantages": "loo"}, "GRPOStrategy(advantages='loo'): unknown; choose one of gdpo, grpo, rloo"),
     (
         {"advantages": "rloo", "scale_rewards": "group"},

@@ -42,7 +42,11 @@ def test_the_targets_may_have_any_name():
 @pytest.mark.parametrize(
     ("target", "batch", "words"),
     [
-        (None, {"x": IMAGES}, r"a batch with x has no field 'labels' or 'label' for the targets; .*\(target=\.\.\.\)"),
+        (
+            None,
+            {"x": IMAGES},
+            r"a batch with x has no field 'labels' or 'label' for the targets; let the loader .*pairs",
+        ),
         (
             None,
             {"x": IMAGES, "y": CLASSES},

@@ -117,7 +117,7 @@ BAD = {
         "--handlers '[{class_path: beside.Spy, init_args: {every: {iteration: 5}}}]'",
         "handlers[0].init_args.every.iteration: unknown argument of Every; choose one of epochs, iterations",
     ),
-    "loss": ("--strategy.init_args.loss msee", "in strategy: "),
+    "loss": ("--strategy.init_args.loss msee", "strategy.init_args.loss='msee': unknown; choose one of "),
     "section": ("--trainig.x 3", "--trainig.x: unknown section; choose one of"),
     "training key": ("--training.max_epoch 3", "training.max_epoch: unknown argument of TrainingConfig"),
     "model key": ("--model.init_args.widht 3", "model.init_args.widht: unknown argument of Net; choose one of width"),
