@@ -167,7 +167,7 @@ def test_a_wrapper_that_changes_rewards_over_episodes_is_refused_unless_it_has_a
     make(kind, TORCH, tmp_path / "run").train()
     again = make(kind, TORCH, tmp_path / "again")
     message = (
-        r"^EnvironmentRollouts: environment 0 returned rewards of .* in all, and not .*, after the same seed and the "
+        r": EnvironmentRollouts: environment 0 returned rewards of .* in all, and not .*, after the same seed and the "
         r"same \d+ actions of episode \d+: .*give a wrapper that keeps statistics the methods state_dict"
     )
     with pytest.raises(CheckpointError, match=message):
