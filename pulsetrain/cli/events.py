@@ -67,7 +67,7 @@ def _why_silent(log: EventLog, arguments: argparse.Namespace, *, silent: bool) -
     if silent:
         hint = did_you_mean(arguments.engine, log.engines) if arguments.engine not in (None, *log.engines) else ""
         yield f"no event of {log.folder} matches; its engines: {', '.join(log.engines)}{hint}"
-    there = log.event_types if arguments.event else []
+    there = log.event_types() if arguments.event else []
     for name in (name for name in arguments.event or () if name not in there):
         from pulsetrain.engine.events.names import Events  # torch comes with them
 
