@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.arrays import Array, has_values, is_array, is_floating, namespace
 from pulsetrain.engine.class_indices import is_integral
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.losses.checks import check_finite, check_labels, check_probabilities, warn_of_probabilities
 from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
 from pulsetrain.engine.losses.regression import huber, l1, mse
@@ -166,7 +166,9 @@ def _check_options(name: str, loss: Loss, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key not in choices:
             takes = f"it takes {', '.join(choices)}" if choices else "it takes no option"
-            raise ConfigurationError(f"unknown to {name!r}; {takes}", "get_loss", **{key: value})
+            raise ConfigurationError(
+                f"unknown to {name!r}; {takes}{did_you_mean(key, choices)}", "get_loss", **{key: value}
+            )
     of_classes = [value for value in options.values() if is_array(value) and value.ndim]  # a weight for each
     if loss in _OVER_LABELS and of_classes and not isinstance(of_classes[0], Tensor):
         xp = namespace(of_classes[0])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pulsetrain.engine.argument_checks import is_number, is_whole
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.optimizers.registry import CREATE, optimizer_class
 
 __all__ = ["LEARNING_RATE", "POSITIVE", "check_number", "check_rates", "checked_options"]
@@ -88,7 +88,7 @@ def checked_options(name: str, given: Mapping[str, Any], place: str = CREATE) ->
     choices = {*accepted, *aliases, *(("muon_rule",) if name == "muon" else ())}
     for key, value in given.items():
         if key not in choices:
-            rule = f"unknown to {name!r}; it takes {', '.join(sorted(choices))}"
+            rule = f"unknown to {name!r}; it takes {', '.join(sorted(choices))}{did_you_mean(key, choices)}"
             raise ConfigurationError(rule, place, **{key: value})
     options = dict(given)
     _check_values(place, name, options)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal
 
 from pulsetrain.engine.argument_checks import check_choice, check_positive, is_number, is_whole
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.schedules import decay
 from pulsetrain.engine.schedules.formula import Formula, Schedule
 from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
@@ -76,7 +76,8 @@ def build_schedule(
     for key, value in kwargs.items():
         if key not in choices:
             takes = f"it takes {', '.join(choices)}" if choices else "it takes no further keyword"
-            raise ConfigurationError(f"unknown to the schedule {name!r}; {takes}", place, **{key: value})
+            rule = f"unknown to the schedule {name!r}; {takes}{did_you_mean(key, choices)}"
+            raise ConfigurationError(rule, place, **{key: value})
     _check(place, learning_rate, total_steps, warmup_steps, warmup_strategy)
     _check_floor(place, name, min_lr_ratio, choices, kwargs)
     if warmup_steps and kind is OneCycle:

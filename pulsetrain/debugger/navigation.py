@@ -41,7 +41,7 @@ class Navigator:
 
     def types(self, engine: str) -> list[str]:
         """The types of an engine's events."""
-        return sorted(self._source.types(engine))
+        return self._source.types(engine)
 
     def ahead(self, at: int, count: int) -> LoggedEvent | None:
         """The event this many positions after `at`, or the last event; None if there is none after `at`."""

@@ -181,7 +181,7 @@ class Debugger(SteppingDebugger):
     @cached_property
     def event_names(self) -> list[str]:
         """The types of events in the log."""
-        return sorted({name for engine in self.engines for name in self._navigator.types(engine)})
+        return self.log.event_types()
 
     @cached_property
     def metric_names(self) -> Mapping[str, Sequence[tuple[str, frozenset[str]]]]:

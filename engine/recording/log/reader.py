@@ -162,6 +162,13 @@ class EventLog:
         names = dict.fromkeys([*self._index.engines, *(event.engine for event in self._events)])
         return [name for name in names if name]
 
+    def event_types(self, engine: str | None = None) -> list[str]:
+        """The types of an engine's events, or of all engines', superseded ones included, in alphabetical order."""
+        engines = self.engines if engine is None else [engine]
+        parts = (header.engines[name] for header in self.headers for name in engines if name in header.engines)
+        tail = (event.event for event in self._events if event.engine in engines)
+        return sorted({kind for part in parts for kind in part.events}.union(tail))
+
     @property
     def event_types(self) -> list[str]:
         """The types of the events, superseded ones included, in alphabetical order."""

@@ -49,10 +49,8 @@ class Source:
         return index
 
     def types(self, engine: str) -> list[str]:
-        """The events that the log holds of an engine, in no particular order."""
-        parts = [header.engines.get(engine) for header in self._headers]
-        found = {name for part in parts if part is not None for name in part.events}
-        return [*found | {event.event for event in self._tail if event.engine == engine}]
+        """The types of an engine's events."""
+        return self._log.event_types(engine)
 
     def last_iteration(self, engine: str) -> int:
         """The iteration of the engine's last event; 0 if it has none."""

@@ -82,6 +82,17 @@ def test_a_setting_is_named(settings: dict[str, Any], message: str):
 
 
 @pytest.mark.parametrize(
+    ("settings", "nearest"),
+    [
+        ({"optimizer": "sgd", "optimizer_options": {"momentm": 0.9}}, "momentum"),
+        ({"schedule": "wsd", "schedule_options": {"decay_step": 5}}, "decay_steps"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_answered_with_the_nearest(settings: dict[str, Any], nearest: str):
+    assert str(refused(**settings)).endswith(f"; did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize(
     ("optimizer", "message"),
     [
         ("adamx", "Trainer(optimizer='adamx'): unknown; choose one of "),
