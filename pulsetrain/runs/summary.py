@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import msgspec
@@ -222,12 +222,14 @@ class _Seen:
         self.best: dict[str, float] = {}
         self.ending: Ending | None = None
         self._log = log
+        self._recent: list[LoggedEvent] = []
         self._mode_of = cache(partial(mode_of, modes=modes))  # it is asked for each value
         if log is not None:
             self._read(log)
 
     def _read(self, log: EventLog) -> None:
         main, recent = log.main_engine, _newest(log)
+        self._recent = recent
         if recent:
             self.updated = recent[-1].t / 1e9
             times = [event.t / 1e9 for event in recent]
@@ -253,11 +255,13 @@ class _Seen:
         return progress_of(self.epoch, self.iteration, epochs, bounds, settings)
 
     def _backwards(self, names: frozenset[str]) -> Iterator[LoggedEvent]:
-        """The main engine's events of these types, the newest first."""
+        """The main engine's events of these types, the newest first; some of them twice."""
         log = self._log
         if log is None:
             return
-        yield from (each for each in reversed(log.tail) if each.event in names and each.engine == log.main_engine)
+        for each in chain(reversed(self._recent), reversed(log.tail)):  # the recent ones are decoded already
+            if each.event in names and each.engine == log.main_engine:
+                yield each
         for number in reversed(range(len(log.headers))):
             header = log.headers[number].engines.get(log.main_engine)
             if header is not None and not names.isdisjoint(header.events):
