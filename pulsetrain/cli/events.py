@@ -66,13 +66,8 @@ def _why_silent(log: EventLog, arguments: argparse.Namespace, *, silent: bool) -
     """What explains that no event matched, and the names that the log does not have and that resemble one of its."""
     if silent:
         hint = did_you_mean(arguments.engine, log.engines) if arguments.engine not in (None, *log.engines) else ""
-<<<<<<< HEAD
         yield f"no event of {log.label} matches; its engines: {', '.join(log.engines)}{hint}"
-    there = log.event_types if arguments.event else []
-=======
-        yield f"no event of {log.folder} matches; its engines: {', '.join(log.engines)}{hint}"
     there = log.event_types() if arguments.event else []
->>>>>>> messages
     for name in (name for name in arguments.event or () if name not in there):
         from pulsetrain.engine.events.names import Events  # torch comes with them
 
@@ -80,11 +75,7 @@ def _why_silent(log: EventLog, arguments: argparse.Namespace, *, silent: bool) -
         hint = did_you_mean(name, [*there, *shipped]) if name not in shipped else ""
         if silent or hint:
             hint = hint or f"; it has {', '.join(there) or 'none'}"
-<<<<<<< HEAD
             yield f"--event {name}: no event of {log.label} has this type{hint}"
-=======
-            yield f"--event {name}: no event of {log.folder} has this type{hint}"
->>>>>>> messages
 
 
 def follow(

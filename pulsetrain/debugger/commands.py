@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 from pulsetrain.debugger.command import Command, whole_number
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, unknown_name
-<<<<<<< HEAD
 from pulsetrain.engine.plain_text import plain
-=======
->>>>>>> messages
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.predicate import FIELDS
 from pulsetrain.export.event_formats import FORMATS

@@ -31,7 +31,7 @@ class RunRecord(RunCurves):
                 f"{log.label}: the log holds no event{damaged}; name a run that has started with an EventRecorder"
             )
         super().__init__(log.main_engine)
-        for event in log.read(event=[name for name in log.event_types if self.reads(name)]):
+        for event in log.read(event=[name for name in log.event_types() if self.reads(name)]):
             self.add(event)
         self.curves: dict[str, Curve] = self.shown()
         for curve in self.curves.values():

@@ -185,7 +185,7 @@ class _Api:
         if where is not None and where.failure is not None and not events:
             raise ConfigurationError(f"where={asked['where']!r}: cannot be computed on any event: {where.failure}")
         damage = [str(each) for each in log.damage]
-        return {"events": events, "next": following, "looked": looked, "kinds": log.event_types, "damage": damage}
+        return {"events": events, "next": following, "looked": looked, "kinds": log.event_types(), "damage": damage}
 
     def diff(self, request: Request) -> dict[str, Any]:
         """The first event in which two runs differ, and how the difference grows."""

@@ -170,13 +170,6 @@ class EventLog:
         return sorted({kind for part in parts for kind in part.events}.union(tail))
 
     @property
-    def event_types(self) -> list[str]:
-        """The types of the events, superseded ones included, in alphabetical order."""
-        parts = (part for header in self.headers for engine, part in header.engines.items() if engine)
-        tail = (event.event for event in self._events if event.engine)
-        return sorted({name for part in parts for name in part.events}.union(tail))
-
-    @property
     def main_engine(self) -> str:
         """The engine of the training run: "trainer", or the first in the log."""
         names = self.engines
