@@ -1,4 +1,4 @@
-"""Free memory of the C heap, given back to the system where the process has grown."""
+"""Free memory of the C heap: kept from step to step, and given back to the system where the process has grown."""
 
 from __future__ import annotations
 
@@ -7,9 +7,30 @@ import os
 from collections.abc import Callable
 from functools import cache
 
-__all__ = ["Heap"]
+__all__ = ["Heap", "keep_freed_memory"]
 
 GROWTH = 64 * 2**20  # bytes that the process may grow by before free memory is given back
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
+_MOST_TRIM, _MOST_MMAP = 2**31 - 1, 2**25  # bytes, the largest that it accepts
+_OF_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")  # environment variables of glibc
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that a step on the CPU frees, for the next step; returns whether it does.
+
+    By default, glibc gives the end of its heap back to the system as soon as a few MB there are free, which is the case
+    at the end of each backward pass. The next step fetches the pages again: thousands of page faults in each step, with
+    zeros that the kernel writes. Nothing is changed where the environment decides on it (such as
+    `MALLOC_TRIM_THRESHOLD_`, or `glibc.malloc` in `GLIBC_TUNABLES`), or with another C library.
+    """
+    if any(name in os.environ for name in _OF_USER) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    if _functions() is None:
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    # either option ends the automatic choice of the other: both are set, or blocks above 128 KiB were mapped each time
+    return bool(mallopt(_MMAP_THRESHOLD, _MOST_MMAP)) and bool(mallopt(_TRIM_THRESHOLD, _MOST_TRIM))
 
 
 class _Usage(ctypes.Structure):

@@ -26,6 +26,7 @@ from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
 from pulsetrain.training.agreement import Agreement
+from pulsetrain.training.heap import keep_freed_memory
 from pulsetrain.training.no_data import NoTrainingData
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_length import RunLength
@@ -79,6 +80,8 @@ class RunDriver:
 
     def attach(self, engine: Engine) -> None:
         engine.bus.subscribe(Events.STARTED, self._reseed, sender=engine, phase=Phase.COMPUTE, order=FIRST)
+        if self._run.backend.device.type == "cpu":
+            engine.add_event_handler(Events.STARTED, keep_freed_memory, phase=Phase.COMPUTE)
         engine.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
         if self._length.config.max_environment_steps is not None:
             engine.add_event_handler(Events.POLICY_UPDATED, self._stop_at_environment_steps)

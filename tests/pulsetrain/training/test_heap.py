@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -32,6 +35,42 @@ class Blocks:
 
 
 needs_glibc = pytest.mark.skipif(heap._functions() is None, reason="another C library than glibc, or not Linux")
+
+
+STEPS = """
+import resource, torch
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, SupervisedStrategy
+
+faults = []
+layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
+data = [(torch.randn(8192, 64), torch.randn(8192, 64))] * 40  # activations of 2 MB each
+config = TrainingConfig(max_epochs=1, device="cpu", progress=False)
+strategy = SupervisedStrategy(torch.nn.functional.mse_loss)
+trainer = Trainer(torch.nn.Sequential(*layers), data, strategy=strategy, config=config)
+count = lambda: faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+trainer.on(Events.ITERATION_COMPLETED)(count)
+trainer.train()
+print(max(faults[-1] - faults[-11], 0) // 10)
+"""
+
+
+@needs_glibc
+def test_a_step_on_the_cpu_uses_the_memory_of_the_one_before():
+    kept, given_back = (
+        int(subprocess.check_output([sys.executable, "-c", STEPS], env=os.environ | added))
+        for added in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
+    )
+    assert given_back > 1000  # pages of 4 KiB: what the user has set stays
+    assert kept < given_back / 20
+
+
+@needs_glibc
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_settings_of_the_user_stay(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "glibc.malloc.mmap_threshold=1048576")
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda library: pytest.fail("an option was set"))
+    assert not heap.keep_freed_memory.__wrapped__()
 
 
 @needs_glibc
