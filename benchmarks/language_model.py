@@ -9,13 +9,13 @@ while the others are stopped together with the processes that they started. A sl
 rounds; throughput is compared over the sum of all slices, and the spread is that of the rounds.
 
 The hand-written loop uses the same fused optimizer and rates, clips, prints a line each 10 iterations, validates and
-saves at the demo's cadence, and generates the demo's sample at the end. `hand-written, validating only` does neither
-of the last two: it is compared with the Trainer without handlers, which does not either. Peak memory is that of the
-process that trains; processes that it starts are listed as helpers, if they run at the end of a slice. Growth is the
-slope of the resident memory after 500 iterations, with a tiny model: a large one's activations leave other gaps in the
-heap each time, which hide what a loop keeps. Frameworks that are not installed are named (pip install -e
-'.[bench]'). Where there is a GPU, a model of 124 million parameters is trained there in bf16, with and without
-torch.compile.
+saves at the demo's cadence, and generates the demo's sample at the end. `hand-written, validating only` does neither of
+the last two: it is compared with the Trainer without handlers, which does not either. Peak memory is that of the
+process that trains; processes that it starts are listed as helpers, if they run at the end of a slice. Faults are the
+pages that an iteration gets from the system, in the median slice. Growth is the slope of the resident memory after 500
+iterations, with a tiny model: a large one's activations leave other gaps in the heap each time, which hide what a loop
+keeps. Frameworks that are not installed are named (pip install -e '.[bench]'). Where there is a GPU, a model of 124
+million parameters is trained there in bf16, with and without torch.compile.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ def seconds(runs: Sequence[Run], key: str = "seconds") -> float:
     return sum(medians)
 
 
-def between_saves(runs: Sequence[Run]) -> float:
-    """Milliseconds of an iteration in the median slice, which neither starts, saves nor ends a run."""
-    times: list[float] = [each["seconds"] for run in runs for each in run["slices"]]
-    return 1e3 * statistics.median(times) / SLICE
+def between_saves(runs: Sequence[Run], key: str) -> float:
+    """What an iteration takes in the median slice, which neither starts, saves nor ends a run."""
+    values: list[float] = [each[key] for run in runs for each in run["slices"]]
+    return statistics.median(values) / SLICE
 
 
 def rows_of(found: Mapping[str, list[Run]], task: Task, prefix: str = "") -> list[Row]:
@@ -162,7 +162,8 @@ def rows_of(found: Mapping[str, list[Run]], task: Task, prefix: str = "") -> lis
             statistics.median(run["peak"] for run in runs) / 2**20,
             statistics.median(run["helpers"] for run in runs) / 2**20,
         )
-        also = {"ms": took, "ms, median slice": between_saves(runs), "peak, MiB": peak, "helpers, MiB": helpers}
+        median, faults = 1e3 * between_saves(runs, "seconds"), between_saves(runs, "faults")
+        also = {"ms": took, "ms, median slice": median, "faults": faults, "peak, MiB": peak, "helpers, MiB": helpers}
         if name == base:
             rows.append(Row(name=prefix + name, unit="ms", measured=took, kind="absolute", also=also))
             continue

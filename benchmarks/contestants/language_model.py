@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import resource
 import sys
 import time
 import warnings
@@ -85,7 +86,7 @@ class Turns:
 
     def __init__(self, reports: IO[str]) -> None:
         self._reports, self._batches = reports, 0
-        self._started, self._processor = 0.0, 0.0
+        self._started, self._processor, self._faults = 0.0, 0.0, 0
         self.helpers = 0  # bytes
 
     def report(self, **facts: object) -> None:
@@ -96,7 +97,7 @@ class Turns:
         """Wait for the turn."""
         if not sys.stdin.readline():
             raise SystemExit(1)  # nobody measures any more
-        self._started, self._processor = time.perf_counter(), time.process_time()
+        self._started, self._processor, self._faults = time.perf_counter(), time.process_time(), page_faults()
 
     def end(self, **facts: object) -> None:
         """Report the slice."""
@@ -105,8 +106,9 @@ class Turns:
             torch.cuda.synchronize()
         seconds, processor = time.perf_counter() - self._started, time.process_time() - self._processor
         self.report(
-            seconds=seconds, processor=processor, resident=memory_of("self", "VmRSS"), helpers=self.helpers, **facts
-        )
+            seconds=seconds, processor=processor, faults=page_faults() - self._faults,
+            resident=memory_of("self", "VmRSS"), helpers=self.helpers, **facts,
+        )  # fmt: skip
 
     def batch(self) -> None:
         """A batch of the training is about to be read."""
@@ -156,6 +158,11 @@ def memory_of(process: int | str, entry: str) -> int:
     except OSError:
         return 0
     return 1024 * next((int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{entry}:")), 0)
+
+
+def page_faults() -> int:
+    """How many pages this process has got from the system so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def helpers_memory() -> int:
