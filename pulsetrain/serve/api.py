@@ -90,7 +90,7 @@ def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         except OSError as error:
             return Response(_encoded({"error": f"cannot be read: {error}"}), 404, media_type="application/json")
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = redacted(f"{type(error).__name__}: {error}")
             get_logger("serve").error("a request failed", path=request.url.path, reason=reason)
             return Response(_encoded({"error": reason}), 500, media_type="application/json")
 
