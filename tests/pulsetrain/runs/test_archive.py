@@ -448,3 +448,33 @@ def test_unpacking_leaves_nothing_half(run: Path, capsys: pytest.CaptureFixture[
     assert main(["archive", "--unpack", "b.run.zip", "--into", "other"]) == 2
     assert "b.run.zip: cannot be unpacked into other: " in capsys.readouterr().err
     assert [each.name for each in Path("other").iterdir() if each.name[0] != "."] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["events", "RUN", "--check"],
+        ["events", "RUN", "--event", "none"],
+        ["diff", "RUN", "runs/b"],
+        ["diff", "RUN", "runs/b", "--ranks"],
+        ["replay", "RUN", "--handler", "early_stopping:patience=1,metric=val/loss"],
+        ["replay", "RUN", "--handler", "early_stopping:patience=1,metric=no"],
+        ["report", "RUN", "--into", "a\x1b.html"],
+        ["export", "RUN", "--format", "csv"],
+        ["verify", "RUN"],
+        ["where", "RUN"],
+        ["watch", "RUN", "--once"],
+        ["fork", "RUN", "--at", "1", "--into", "b"],
+        ["archive", "--unpack", "RUN"],
+    ],
+    ids=" ".join,
+)
+def test_a_hostile_name_of_an_archive_is_escaped(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(Path("runs/b"), [1.0, 0.25])
+    run.rename("runs/evil\x1b[2J")
+    hostile = "x\x1b]0;owned\x07\u202e.run.zip"
+    write_archive(Path("runs/evil\x1b[2J"), Path(hostile))
+    assert main([hostile if word == "RUN" else word for word in words]) in (0, 1, 2)
+    said = capsys.readouterr()
+    assert (said.out + said.err).replace("\n", "").isprintable()
+    assert said.out + said.err
