@@ -7,6 +7,7 @@ import json
 
 from pulsetrain.cli.reports import DAMAGED, FAILED, OK, until_closed
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format == "json":
             print(json.dumps(found.as_dict(growth=not arguments.first)))
         else:
-            print(found.report(growth=not arguments.first))
+            print(plain(found.report(growth=not arguments.first), keep="\n"))
     if found:
         return FAILED
     return DAMAGED if found.damage else OK
@@ -42,7 +43,7 @@ def _compare_ranks(arguments: argparse.Namespace) -> int:
             )
     found = diff_ranks(arguments.a)
     with until_closed():
-        print(json.dumps(found.as_dict()) if arguments.format == "json" else found)
+        print(json.dumps(found.as_dict()) if arguments.format == "json" else plain(str(found), keep="\n"))
     if found:
         return FAILED
     return DAMAGED if found.damage else OK

@@ -10,6 +10,7 @@ from typing import Any
 
 from pulsetrain.cli.reports import DAMAGED, OK, report_damage, until_closed
 from pulsetrain.engine.errors import ConfigurationError, did_you_mean
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.engine.recording.log.reader import logged_ranks
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         rule = f"cannot be computed on any event: {failure}; correct the condition"
         raise ConfigurationError(f"--where {arguments.where!r}: {rule}")
     for line in _why_silent(log, arguments, silent=silent):
-        print(f"pulsetrain: {line}", file=sys.stderr)
+        print(f"pulsetrain: {plain(line)}", file=sys.stderr)
     return report_damage(log.damage)
 
 
@@ -117,7 +118,7 @@ def _check(log: EventLog) -> int:
         state = "ended" if log.ended else "not closed: the run is still going or was killed, or the end is missing"
         ranks = logged_ranks(log.folder)
         which = f", rank {log.rank} of {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
-        print(f"{log.label}{which}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
+        print(f"{plain(str(log.label))}{which}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
         for each in damage:
             print(f"  {each}")
     return DAMAGED if damage else OK

@@ -9,6 +9,7 @@ from pulsetrain.cli.commands.export import ENDINGS, OF_MODELS
 from pulsetrain.cli.reports import report_damage
 from pulsetrain.cli.targets import check_target, replacing
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.export import write_csv, write_perfetto, write_tensorboard
 
@@ -39,5 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunFolderError(
             f"--into {into}: cannot be written: {error.strerror or error}; choose another path"
         ) from error
-    print(f"{into}: {written}")
+    print(plain(f"{into}: {written}"))
     return report_damage(log.damage)

@@ -18,6 +18,7 @@ from pulsetrain.configuration.shipped_handlers import HANDLERS, ShippedHandlers
 from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine import ConfigurationError, Events, MetricNotFoundError, PulsetrainError
 from pulsetrain.engine.metrics import canonical
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay, Stop
 from pulsetrain.handlers import LossSpikeGuard
@@ -41,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format == "json":
             print("\n".join(json.dumps(row) for row in rows))
         else:
-            print(_table(rows))
+            print(plain(_table(rows), keep="\n"))
     failed = [f"{row['run']}: {row['error']}" for row in rows if row["error"] is not None]
     damaged = [f"{run}: damaged: {damage}" for run, log in logs for damage in log.damage]
     for line in (*(f"error: {each}" for each in failed), *damaged):
-        print(f"pulsetrain: {line}", file=sys.stderr)
+        print(f"pulsetrain: {plain(line)}", file=sys.stderr)
     return USAGE if failed else DAMAGED if damaged else OK
 
 

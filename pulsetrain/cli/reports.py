@@ -45,7 +45,7 @@ def _who() -> str:
 def report_damage(damage: Collection[object]) -> int:
     """Print the damaged parts of logs on standard error; returns the exit status."""
     for each in damage:
-        print(f"pulsetrain: damaged: {each}", file=sys.stderr)
+        print(f"pulsetrain: damaged: {plain(str(each))}", file=sys.stderr)
     return DAMAGED if damage else OK
 
 

@@ -12,6 +12,7 @@ from pulsetrain.cli.results import logs_on_stderr, run_folder
 from pulsetrain.configuration.rebuild import rebuild
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import ConfigurationError, PeerFailed, PulsetrainError
+from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.verification import check_request, verify
 
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not here.is_main:
         return OK  # the main process says what was found, for all
     with until_closed():
-        print(found.report())
+        print(plain(found.report(), keep="\n"))
     if found.differs:
         return FAILED
     return OK if found else DAMAGED

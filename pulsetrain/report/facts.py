@@ -13,7 +13,7 @@ from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
 
-__all__ = ["ABSENT", "Facts", "Row", "compared", "read_facts", "settings_of"]
+__all__ = ["ABSENT", "Facts", "Row", "compared", "flat", "read_facts", "settings_of"]
 
 ABSENT = "-"
 _ENVIRONMENT = ("environment", "git", "seed", "command")  # of run.json
@@ -48,17 +48,17 @@ class Row:
 def read_facts(folder: Path) -> Facts:
     """Read config.yaml and run.json; empty if both are missing."""
     run = read_run_file(folder)
-    settings = {f"training.{key}": value for key, value in _flat(run.get("settings") or {})}
+    settings = _mapping(run.get("settings"))
     facts = {name: run[name] for name in _ENVIRONMENT if run.get(name) is not None}
-    facts.update(facts.pop("environment", None) or {})
+    facts.update(_mapping(facts.pop("environment", None)))
     if isinstance(facts.get("command"), list):
         facts["command"] = " ".join(map(str, facts["command"]))
     parent = run.get("parent")
     starts = run.get("starts")
     return Facts(
         _config(folder),
-        settings,
-        dict(_flat(facts)),
+        _texts({"training": settings} if settings else {}),
+        _texts(facts),
         parent if isinstance(parent, Mapping) and parent.get("run") else None,
         len(starts) if isinstance(starts, list) else 0,
         {name: mode for name, mode in _mapping(run.get("modes")).items() if mode in ("min", "max")},
@@ -92,28 +92,37 @@ def _config(folder: Path) -> dict[str, str] | None:
         found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         return {"config.yaml": f"cannot be read: {error}"}
     if isinstance(found, dict):
         found.pop("run", None)  # the run folder, or a pattern for it
-    return dict(_flat(found)) if isinstance(found, dict) else {"config.yaml": _text(found)}
+    return _texts(found) if isinstance(found, dict) else {"config.yaml": _text(found)}
 
 
 def _mapping(value: Json) -> Mapping[str, Json]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _flat(value: Json, key: str = "") -> Iterator[tuple[str, str]]:
+def flat(value: Json, key: str = "") -> Iterator[tuple[str, Json]]:
+    """The values in mappings, and in lists of mappings, by their dotted keys.
+
+    >>> dict(flat({"training": {"seed": 0}, "handlers": [{"class_path": "EMA"}], "betas": [0.9, 0.99]}))
+    {'training.seed': 0, 'handlers.0.class_path': 'EMA', 'betas': [0.9, 0.99]}
+    """
     items: list[tuple[object, Json]] = []
     if isinstance(value, Mapping):
         items = [*value.items()]
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         items = [*enumerate(value)]
     if not items and key:
-        yield key, _text(value)
+        yield key, value
         return
     for name, item in items:
-        yield from _flat(item, f"{key}.{name}" if key else str(name))
+        yield from flat(item, f"{key}.{name}" if key else str(name))
+
+
+def _texts(values: Mapping[str, Json]) -> dict[str, str]:
+    return {name: _text(each) for name, each in flat(values)}
 
 
 def _text(value: object) -> str:

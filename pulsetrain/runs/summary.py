@@ -384,18 +384,18 @@ def _settings(folder: Path, described: Mapping[str, Json]) -> dict[str, Json]:
         found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"), fast=True)
         if isinstance(found, dict):
             found.pop("run", None)  # its folder, or a pattern for it
-            return dict(_flat(found))
+            return _values(found)
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):  # damaged
         pass
-    return dict(_flat({"training": described.get("settings") or {}}))
+    settings = described.get("settings")
+    return _values({"training": settings} if settings else {})
 
 
-def _flat(value: Json, key: str = "") -> Iterator[tuple[str, Json]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _flat(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for number, item in enumerate(value):
-            yield from _flat(item, f"{key}.{number}")
-    else:
-        yield key, value if isinstance(value, str | int | float | bool | None) else msgspec.json.encode(value).decode()
+def _values(settings: Mapping[str, Json]) -> dict[str, Json]:
+    from pulsetrain.report.facts import flat
+
+    plain = (str, int, float, bool, type(None))
+    return {
+        name: value if isinstance(value, plain) else msgspec.json.encode(value).decode()
+        for name, value in flat(settings)
+    }

@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
+from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.log.predicate import predicate
@@ -88,6 +89,10 @@ def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
             return Response(_encoded({"error": str(error)}), 400, media_type="application/json")
         except OSError as error:
             return Response(_encoded({"error": f"cannot be read: {error}"}), 404, media_type="application/json")
+        except Exception as error:
+            reason = redacted(f"{type(error).__name__}: {error}")
+            get_logger("serve").error("a request failed", path=request.url.path, reason=reason)
+            return Response(_encoded({"error": reason}), 500, media_type="application/json")
 
     return endpoint
 

@@ -27,7 +27,7 @@ from pulsetrain.sweep.population import has_completed, parent_of, place_of
 from pulsetrain.sweep.reporting import PRUNED
 from pulsetrain.sweep.results import SweepResults, Trial, results_of
 from pulsetrain.sweep.spec import STORAGE, Spec, differing, read_saved, write_saved
-from pulsetrain.sweep.study import draw, drawing_alone, open_study, set_sampler, storage_errors
+from pulsetrain.sweep.study import adopted, draw, drawing_alone, open_study, set_sampler, storage_errors
 from pulsetrain.sweep.trials import (
     Job,
     check_metrics,
@@ -150,7 +150,7 @@ class _Coordinator:
             while True:
                 while len(self._active) < self.spec.workers and (waiting or self._start_new()):
                     if waiting:
-                        self._start(waiting.pop(0))
+                        self._start(waiting.pop(0).number)
                 if not self._active:
                     waiting = self._left()  # of workers that have ended meanwhile
                     if not waiting:
@@ -184,7 +184,7 @@ class _Coordinator:
             found = [each for each in self._trials() if each.state.name == "RUNNING" and self._is_own(each)]
             if self._worker is not None:
                 for each in found:
-                    _adopted(self.study, each).set_user_attr("owner", self._owner)
+                    adopted(self.study, each.number).set_user_attr("owner", self._owner)
         return found
 
     def _is_own(self, trial: Any) -> bool:
@@ -229,9 +229,9 @@ class _Coordinator:
         # the generation before has to end, with a member to fork
         return all(each.state.is_finished() for each in before) and (not before or any(map(has_completed, before)))
 
-    def _start(self, frozen: Any | None, deaths: int = 0) -> None:
+    def _start(self, number: int | None, deaths: int = 0) -> None:
         """Start the process of a new trial, or of one that a killed process has left."""
-        trial = self.study.ask() if frozen is None else _adopted(self.study, frozen)
+        trial = self.study.ask() if number is None else adopted(self.study, number)
         set_sampler(self.study, self.spec, trial.number)  # before values are drawn
         if self.spec.storage is not None or self._worker is not None:
             trial.set_user_attr("owner", self._owner)
@@ -268,8 +268,7 @@ class _Coordinator:
         folder = trial_folder(self.spec, trial.number)
         was_killed = code < 0 or code in STOPPED or code == UNKNOWN
         if was_killed and ended.deaths + 1 < MOST_DEATHS:
-            frozen = next(each for each in self._trials() if each.number == trial.number)
-            self._start(frozen, ended.deaths + 1)
+            self._start(trial.number, ended.deaths + 1)
             return
         error, pruned = "", False
         values: tuple[float, ...] = ()
@@ -311,10 +310,3 @@ class _Coordinator:
             each.process.terminate()
         for each in self._active.values():
             each.process.join()
-
-
-def _adopted(study: Any, frozen: Any) -> Any:
-    """A trial of the storage, to be continued."""
-    from optuna.trial import Trial as OptunaTrial
-
-    return OptunaTrial(study, frozen._trial_id)  # noqa: SLF001  # there is no public way

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.optional import load_optional
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.best_value import judged_name, subscribe_judge
 from pulsetrain.sweep.spec import read_saved
-from pulsetrain.sweep.study import open_study
+from pulsetrain.sweep.study import adopted, open_study
 
 if TYPE_CHECKING:
     from pulsetrain.sweep.spec import Spec
@@ -95,10 +94,7 @@ class SweepTrial(Handler):
 
     def _should_prune(self, value: float) -> bool:
         if self._trial is None:
-            study = open_study(self.spec, create=False)
-            optuna = load_optional("SweepTrial", "optuna", "sweep")
-            found = next(each for each in study.get_trials(deepcopy=False) if each.number == self.trial)
-            self._trial = optuna.trial.Trial(study, found._trial_id)  # noqa: SLF001  # there is no public way
+            self._trial = adopted(open_study(self.spec, create=False), self.trial)
         if self.reports not in self._trial.storage.get_trial(self._trial._trial_id).intermediate_values:  # noqa: SLF001
             self._trial.report(value, self.reports)
         return bool(self._trial.should_prune())

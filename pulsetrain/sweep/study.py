@@ -15,7 +15,7 @@ from pulsetrain.engine.optional import load_optional
 from pulsetrain.sweep.population import values_of
 from pulsetrain.sweep.spec import Spec, described
 
-__all__ = ["draw", "drawing_alone", "front_of", "open_study", "set_sampler", "storage_errors"]
+__all__ = ["adopted", "draw", "drawing_alone", "front_of", "open_study", "set_sampler", "storage_errors"]
 
 _SWEEP = "sweep"  # what a study on a server notes: the entries that its trials depend on
 
@@ -112,6 +112,13 @@ def drawing_alone(spec: Spec) -> Iterator[None]:
     with psycopg.connect(url, autocommit=True) as connection:  # the lock ends with the connection
         connection.execute("SELECT pg_advisory_lock(%s)", (zlib.crc32(spec.study.encode()),))
         yield
+
+
+def adopted(study: Any, number: int) -> Any:
+    """A trial that the storage has, to be continued or reported to."""
+    optuna = load_optional("sweep", "optuna", "sweep")
+    found = next(each for each in study.get_trials(deepcopy=False) if each.number == number)
+    return optuna.trial.Trial(study, found._trial_id)  # noqa: SLF001  # there is no public way
 
 
 def front_of(study: Any) -> list[int]:

@@ -67,6 +67,11 @@ def write_run(
     return folder
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file in a folder."""
+    return {str(each.relative_to(folder)): each.read_bytes() for each in sorted(folder.rglob("*")) if each.is_file()}
+
+
 def write_counting_run(folder: Path) -> Path:
     """A run whose log has token counts: 100 an iteration."""
     writer = LogWriter(folder / "events")

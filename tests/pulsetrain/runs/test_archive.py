@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,23 +13,9 @@ import pytest
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import RunFolderError
-from pulsetrain.runs.archive import is_archive, unpacked, write_archive
+from pulsetrain.runs.archive import unpacked, write_archive
 from pulsetrain.runs.credentials import without_credentials
-from tests.support.run_folders import write_run
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    folder = write_run(tmp_path / "runs" / "a", [1.0, 0.5])
-    manager = CheckpointManager(folder / "checkpoints")
-    for step in (5, 10, 15):
-        manager.save({"step": step}, step=step, is_best=step == 10)
-    return folder
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(each.relative_to(folder)): each.read_bytes() for each in sorted(folder.rglob("*")) if each.is_file()}
+from tests.support.run_folders import content, write_run
 
 
 def test_an_unpacked_run_has_the_same_bytes(run: Path, tmp_path: Path):
@@ -236,45 +221,6 @@ def test_a_run_that_trains_is_not_archived(tmp_path: Path):
         pytest.fail("the run should look as if it trained")
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda data: data[:-200], "is not a run's archive, or is damaged"),
-        (lambda data: data.replace(b"max_epochs", b"MAX_epochs"), "damaged"),
-        (lambda data: b"text", "is not a run's archive, or is damaged"),
-    ],
-)
-def test_a_damaged_archive_is_refused(harm, message: str, run: Path, tmp_path: Path):
-    path = write_archive(run, tmp_path / "a.zip").path
-    stored = tmp_path / "stored.zip"
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(stored, "w") as target:  # so that texts can be found
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    stored.write_bytes(harm(stored.read_bytes()))
-    with pytest.raises(RunFolderError, match=message):
-        unpacked(stored)
-
-
-@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil"])
-def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path):
-    path = tmp_path / "a.zip"
-    files = {name: {"size": 4, "sha256": "0"}}
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("pulsetrain-archive.json", json.dumps({"format": 1, "run": "a", "id": "", "files": files}))
-        file.writestr(f"a/{name}", "evil")
-    assert is_archive(path)
-    with pytest.raises(RunFolderError, match="not a name of a file in a run folder"):
-        unpacked(path)
-
-
-def test_a_newer_format_is_named(tmp_path: Path):
-    path = tmp_path / "a.zip"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("pulsetrain-archive.json", json.dumps({"format": 2, "run": "a", "id": "", "files": {}}))
-    with pytest.raises(RunFolderError, match="format 2; this version reads 1; update"):
-        unpacked(path)
-
-
 def test_existing_archives_are_kept(run: Path, capsys: pytest.CaptureFixture[str]):
     Path("a.run.zip").write_text("precious")
     assert main(["archive", "runs/a"]) == 2
@@ -301,150 +247,3 @@ def test_a_folder_whose_name_is_part_of_an_archives_is_not_renamed(run: Path, ca
     capsys.readouterr()
     assert main(["diff", "a.run.zip", "runs/b"]) == 1
     assert capsys.readouterr().out.startswith("a.run.zip and runs/b differ")
-
-
-def zipped(path: Path, files: dict[str, bytes], **contents: object) -> Path:
-    """An archive as another version, or somebody else, may have made it."""
-    listed = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
-    about = {"format": 1, "run": "a", "id": "", "files": listed, **contents}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("pulsetrain-archive.json", json.dumps(about))
-        for name, data in files.items():
-            file.writestr(f"a/{name}", data)
-    return path
-
-
-@pytest.mark.parametrize("words", [["watch", "--once"], ["events"], ["where"], ["diff", "a.run.zip"]], ids=" ".join)
-def test_a_newer_log_in_an_archive_is_named(
-    words: list[str], run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("pulsetrain.engine.recording.log.writer.FORMAT", 3)
-    newer = write_run(Path("newer"), [1.0] * 400)
-    zipped(Path("a.run.zip"), content(newer))
-    assert main([words[0], "a.run.zip", *words[1:]]) == 2
-    said = capsys.readouterr().err
-    assert "a.run.zip/events/events.jsonl.zst: has format 3, and this version reads up to 2" in said
-    assert "pulsetrain-archive-" not in said
-
-
-def attempt(path: Path) -> tuple[Path, str]:
-    """The folder that the archive was unpacked into, and why it was not."""
-    try:
-        return unpacked(path), ""
-    except RunFolderError as error:
-        return path, str(error)
-
-
-def harmed(path: Path, harm: str) -> None:
-    data = bytearray(path.read_bytes())
-    if harm == "encrypted":  # by the flags of every entry
-        for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-            at = data.find(mark)
-            while at >= 0:
-                data[at + offset] |= 1
-                at = data.find(mark, at + 4)
-    elif harm == "method":
-        for mark, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
-            at = data.find(mark)
-            while at >= 0:
-                data[at + offset] = 97
-                at = data.find(mark, at + 4)
-    elif harm == "directory":
-        at = data.find(b"PK\x01\x02")
-        data[at : at + 4] = b"XXXX"
-    else:
-        del data[len(data) // 2 :]
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("harm", ["encrypted", "method", "directory", "truncated"])
-def test_an_archive_that_cannot_be_read_is_named_and_hides_no_other_run(
-    harm: str, run: Path, capsys: pytest.CaptureFixture[str]
-):
-    harmed(zipped(Path("b.run.zip"), content(run)), harm)
-    for words in (["report", "b.run.zip"], ["archive", "--unpack", "b.run.zip"]):
-        assert main(words) == 2
-        assert capsys.readouterr().err.startswith("pulsetrain: error: b.run.zip: ")
-    assert main(["runs", ".", "--columns", "run,status,reason"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in listed[1:]] == [["b.run.zip", "archived"], ["runs/a", "completed"]]
-
-
-def test_any_flipped_byte_of_an_archive_is_an_error_that_names_it(run: Path, tmp_path: Path):
-    whole = write_archive(run, tmp_path / "a.run.zip", checkpoints="none").path.read_bytes()
-    for at in range(0, len(whole), max(1, len(whole) // 97)):
-        path = tmp_path / "b.run.zip"
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        found, error = attempt(path)
-        if error:
-            assert error.startswith(f"{path}: ")
-        else:  # a byte that says nothing, such as a date
-            kept = {name: data for name, data in content(run).items() if not name.startswith("checkpoints/0")}
-            assert content(found) == kept
-
-
-@pytest.mark.parametrize(
-    "files", [{"x": b"1", "x/y": b"2"}, {"n" * 300: b"1"}, {"deep/" * 900 + "x": b"1"}], ids=["both", "long", "deep"]
-)
-def test_names_that_cannot_be_written_are_an_error_that_names_the_archive(
-    files: dict[str, bytes], run: Path, capsys: pytest.CaptureFixture[str]
-):
-    zipped(Path("b.run.zip"), files)
-    assert main(["events", "b.run.zip"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("pulsetrain: error: b.run.zip: cannot be unpacked into ")
-    assert "set TMPDIR" in said
-
-
-def test_a_link_in_an_archive_becomes_a_file(run: Path):
-    path = zipped(Path("b.run.zip"), {})
-    listed = {"link": {"size": 11, "sha256": hashlib.sha256(b"/etc/passwd").hexdigest()}}
-    with zipfile.ZipFile(path, "w") as file:
-        about = {"format": 1, "run": "a", "id": "", "files": listed}
-        file.writestr("pulsetrain-archive.json", json.dumps(about))
-        info = zipfile.ZipInfo("a/link")
-        info.external_attr = 0o120777 << 16
-        file.writestr(info, "/etc/passwd")
-    link = unpacked(path) / "link"
-    assert not link.is_symlink()
-    assert link.read_text() == "/etc/passwd"
-
-
-def test_names_that_are_not_text_are_named(run: Path, capsys: pytest.CaptureFixture[str]):
-    os.close(os.open(os.fsencode(run) + b"/caf\xe9.txt", os.O_CREAT | os.O_WRONLY))
-    assert main(["archive", "runs/a"]) == 2
-    said = capsys.readouterr().err
-    assert "runs/a: the name of a file in it has bytes that are not text: " in said
-    assert "rename it" in said
-    assert not Path("a.run.zip").exists()
-
-
-def test_a_run_whose_name_is_too_long_for_its_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_run(tmp_path / ("n" * 250), [1.0])
-    assert main(["archive", str(tmp_path / ("n" * 250)), "--into", str(tmp_path)]) == 2
-    assert "File name too long" in capsys.readouterr().err
-
-
-def test_hostile_texts_in_what_archive_prints_are_escaped(run: Path, capsys: pytest.CaptureFixture[str]):
-    run.rename("runs/evil\x1b[2J")
-    os.symlink("/etc", "runs/evil\x1b[2J/li\x1bnk")
-    assert main(["archive", "runs/evil\x1b[2J"]) == 0
-    found = capsys.readouterr()
-    assert r"evil\x1b[2J.run.zip: " in found.out
-    assert r"left out li\x1bnk: a link" in found.err
-    assert "\x1b" not in found.out + found.err
-
-
-def test_two_runs_of_one_name_do_not_become_one_archive(run: Path, capsys: pytest.CaptureFixture[str]):
-    write_run(Path("more/a"), [1.0])
-    assert main(["archive", "runs/a", "more/a", "--force"]) == 2
-    assert "a.run.zip: two of the runs have this name" in capsys.readouterr().err
-    assert not Path("a.run.zip").exists()
-
-
-def test_unpacking_leaves_nothing_half(run: Path, capsys: pytest.CaptureFixture[str]):
-    zipped(Path("b.run.zip"), {"x": b"1", "x/y": b"2"})
-    Path("other").mkdir()
-    assert main(["archive", "--unpack", "b.run.zip", "--into", "other"]) == 2
-    assert "b.run.zip: cannot be unpacked into other: " in capsys.readouterr().err
-    assert [each.name for each in Path("other").iterdir() if each.name[0] != "."] == []

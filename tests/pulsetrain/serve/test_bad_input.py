@@ -192,3 +192,22 @@ def test_a_damaged_run_hides_no_other(root: Path):
         assert isinstance(read(store, "c"), str)
     finally:
         store.close()
+
+
+def test_an_unexpected_error_is_one_line_and_an_answer(
+    client: TestClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("pulsetrain.serve.api.read_facts", lambda folder: 1 / 0)
+    answer = client.get("/api/configurations", params={"run": "a"})
+    assert (answer.status_code, answer.json()["error"]) == (500, "ZeroDivisionError: division by zero")
+    said = capsys.readouterr()
+    assert "/api/configurations" in said.out + said.err
+    assert "Traceback" not in said.out + said.err
+
+
+def test_descriptions_of_another_shape_are_shown_as_far_as_they_can_be(client: TestClient, root: Path):
+    (root / "a" / "run.json").write_text(json.dumps({"environment": [1], "settings": 5, "modes": [], "parent": 3}))
+    (root / "a" / "config.yaml").write_text("[" * 2000)
+    answer = client.get("/api/configurations", params={"run": "a"})
+    assert answer.status_code == 200
+    assert "config.yaml" in [row["key"] for row in answer.json()]
