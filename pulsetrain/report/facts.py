@@ -92,7 +92,7 @@ def _config(folder: Path) -> dict[str, str] | None:
         found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         return {"config.yaml": f"cannot be read: {error}"}
     if isinstance(found, dict):
         found.pop("run", None)  # the run folder, or a pattern for it

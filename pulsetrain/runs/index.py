@@ -87,16 +87,18 @@ class RunIndex:
                     self.unreadable.append(folder)
                 continue
             names = {each.name for each in here}
-            if is_run_of(names):
+            is_a_run = is_run_of(names)
+            if is_a_run:
                 if os.access(folder, os.X_OK):
                     yield folder, _sign(folder, names)
                 else:
                     self.unreadable.append(folder)
+            passed = _PASSED if is_a_run else frozenset({"crash"})  # bundles have logs, also where there is no run
             for each in here if depth < _DEPTH or archives else ():
                 name, path = each.name, each.path.removeprefix("./")  # of ".": as Path writes it
                 if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
                     yield path, sign_of(path)
-                elif name[0] != "." and name not in _PASSED and depth < _DEPTH and each.is_dir(follow_symlinks=False):
+                elif name[0] != "." and name not in passed and depth < _DEPTH and each.is_dir(follow_symlinks=False):
                     todo.append((path, depth + 1))
 
     def _known(self) -> dict[str, tuple[str, RunSummary]]:

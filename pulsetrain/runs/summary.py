@@ -253,16 +253,17 @@ class _Seen:
         return progress_of(self.epoch, self.iteration, epochs, bounds, settings)
 
     def _backwards(self, names: frozenset[str]) -> Iterator[LoggedEvent]:
-        """The main engine's events of these types, the newest first."""
+        """The main engine's events of these types, the newest first; superseded ones are left out."""
         log = self._log
         if log is None:
             return
-        yield from (each for each in reversed(log.tail) if each.event in names and each.engine == log.main_engine)
+        main = log.main_engine
+        yield from (each for each in reversed(log.tail) if each.event in names and _counts(log, each, main))
         for number in reversed(range(len(log.headers))):
-            header = log.headers[number].engines.get(log.main_engine)
+            header = log.headers[number].engines.get(main)
             if header is not None and not names.isdisjoint(header.events):
                 found = reversed(_decoded(log.lines(number) or b"", names))
-                yield from (each for each in found if each.engine == log.main_engine)
+                yield from (each for each in found if _counts(log, each, main))
 
     def _follow(self, event: LoggedEvent) -> None:
         if event.event in BEGINNINGS:
@@ -293,8 +294,13 @@ def _reported(log: EventLog) -> Iterator[LoggedEvent]:
             continue
         lines = log.lines(number)
         if lines is not None:
-            yield from (each for each in _decoded(lines) if not (each.ord >= 0 and log.is_superseded(each.seq)))
-    yield from (each for each in log.tail if each.event in _REPORTED)
+            yield from (each for each in _decoded(lines) if _counts(log, each))
+    yield from (each for each in log.tail if each.event in _REPORTED and _counts(log, each))
+
+
+def _counts(log: EventLog, event: LoggedEvent, engine: str | None = None) -> bool:
+    """Whether the event is of the engine, or of any, and no resumed run has computed it again."""
+    return engine in (None, event.engine) and not (event.ord >= 0 and log.is_superseded(event.seq))
 
 
 def _decoded(lines: bytes, names: frozenset[str] = _REPORTED) -> list[LoggedEvent]:

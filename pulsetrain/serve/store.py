@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.listing import path_of
-from pulsetrain.runs.summary import RunSummary
+from pulsetrain.runs.summary import RunSummary, is_run
 from pulsetrain.serve.series import Described, Happened, Points, RunSeries, StoredSeries
 
 __all__ = ["Series", "Store", "printable", "series_folder"]
@@ -45,7 +46,8 @@ class Store:
     """The runs below a folder.
 
     Curves of ended runs are read by other processes, once, and kept in `.pulsetrain/series` of the folder, which may be
-    deleted. Those of runs that are going are read here, as they are written.
+    deleted; where that cannot be written, or the folder is a run, they are kept until `close`. Those of runs that are
+    going are read here, as they are written.
 
     Args:
         root: a folder with runs.
@@ -85,6 +87,8 @@ class Store:
         self._closed.set()
         with self._lock:
             self._drop_pool()
+        if self._folder != self.root / _SERIES:  # a temporary one
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _drop_pool(self) -> None:
         pool, held, self._pool, self._held = self._pool, self._held, None, None
@@ -282,10 +286,11 @@ def _key(name: str) -> str:
 
 
 def _writable(root: Path) -> Path:
-    """Where points are kept: below the root, or else in a temporary folder."""
+    """Where points are kept: below the root, or else in a temporary folder; a root that is a run is only read."""
     folder = root / _SERIES
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
+        if not is_run(root):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
     return Path(tempfile.mkdtemp(prefix="pulsetrain-series-"))

@@ -125,6 +125,14 @@ def test_many_runs_are_read_by_several_processes_in_the_same_order(root: Path, m
     assert RunIndex(root, cache=False).summaries() == alone
 
 
+@pytest.mark.parametrize("name", ["samples", "plots", "traces", "checkpoints"])
+def test_a_folder_of_runs_may_have_the_name_of_a_folder_in_a_run(name: str, root: Path):
+    write_run(root / "a" / name / "inside", [1.0])
+    write_run(root / name / "outside", [1.0])
+    write_run(root / "other" / "crash" / "bundle", [1.0])
+    assert sorted(names(root)) == ["a", "b", "outside"]
+
+
 def test_a_run_is_its_own_root(root: Path):
     assert names(root / "a") == ["a"]
     assert not (root / "a" / INDEX.parent).exists()

@@ -140,6 +140,27 @@ def test_a_root_that_is_removed_while_it_is_served(root: Path):
         store.close()
 
 
+def test_a_root_that_is_a_run_is_only_read(root: Path):
+    store = Store(root / "a")
+    try:
+        assert not isinstance(read(store, "a"), str)
+    finally:
+        store.close()
+    assert not (root / "a" / ".pulsetrain").exists()
+    assert not store._folder.exists()
+
+
+def test_points_that_cannot_be_kept_in_the_root_are_removed_at_the_end(root: Path):
+    (root / ".pulsetrain").write_text("not a folder")
+    store = Store(root)
+    try:
+        assert not isinstance(read(store, "a"), str)
+        assert store._folder.exists()
+    finally:
+        store.close()
+    assert not store._folder.exists()
+
+
 def test_times_ascend_although_the_clock_was_put_back(tmp_path: Path):
     writer = LogWriter(tmp_path / "events")
     for seq, second in enumerate([0, 10, 5, 20]):

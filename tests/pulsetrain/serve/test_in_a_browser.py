@@ -184,6 +184,22 @@ def test_the_nearest_point_is_named(browser: Any):
     assert place.endswith(" at 24")
 
 
+def test_a_chart_without_a_finite_value_ignores_the_pointer(browser: Any):
+    said = browser.execute_async_script("""
+        const done = arguments[arguments.length - 1];
+        import("/chart.js").then(({ lineChart }) => {
+          const { element, draw } = lineChart("none", () => {});
+          document.getElementById("view").append(element);
+          draw({ lines: [{ name: "a", color: "red", x: [1, 2], y: [NaN, NaN] }], range: null, log: false, xTitle: "" });
+          const errors = [], area = element.querySelector(".area"), { left, top } = area.getBoundingClientRect();
+          addEventListener("error", (event) => errors.push(event.message));
+          area.dispatchEvent(new PointerEvent("pointermove", { clientX: left + 30, clientY: top + 30 }));
+          done([element.dataset.x, element.dataset.y, errors]);
+        });
+    """)
+    assert said == ["[1,2]", "null", []]
+
+
 def test_smoothing_and_log_change_what_is_drawn(browser: Any):
     drawn = chart(browser, "loss, each iteration")
     values = "return [...arguments[0].lines[0].y.slice(0, 5)]"
