@@ -83,7 +83,7 @@ class RunSummary(Handler):
         took = duration(max(0, event.time_ns - self._started) / 1e9)  # the clock may have been set back
         why = f": {state.stop_reason}" if state.stop_reason else ""
         trained = state.iteration - self._first
-        yield f"Ended after {state.iteration:,} iterations ({trained:,} in {took}){why}."
+        yield f"Ended after {_count(state.iteration, 'iteration')} ({trained:,} in {took}){why}."
         values = list(_values(engine))[:_VALUES]
         if values:
             yield f"{', '.join(values)}."
