@@ -16,6 +16,7 @@ from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optimizers import describe_optimizer
 from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.best_value import is_better
 
 __all__ = ["RunSummary"]
@@ -73,9 +74,7 @@ class RunSummary(Handler):
         self._write(chain(_beginning(engine), [f"Run folder: {folder}"] if folder else []))
 
     def _on_end(self, engine: Engine, event: Event) -> None:
-        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
-            return  # COMPLETED follows, perhaps after a last validation
-        if self.ending and not cast(TrainingRun, engine).is_rewinding:
+        if self.ending and is_run_end(engine, event):
             self._write(self._end(engine, event))
 
     def _end(self, engine: Engine, event: Event) -> Iterator[str]:
