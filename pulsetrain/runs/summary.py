@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
-from pulsetrain.engine.metric_words import Mode, mode_of_words
+from pulsetrain.engine.metric_words import Mode, mode_of
 from pulsetrain.engine.recording.ending import ENDS, Ending, ending_of
 from pulsetrain.engine.recording.log.files import NamedPath, log_files
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent, decode
-from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
+from pulsetrain.engine.recording.log.run_file import modes_of, newer_format, read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
 from pulsetrain.runs.progress import BEGINNINGS, EPOCHS, Progress, bounds_of, completed_epochs_of, progress_of
 from pulsetrain.runs.tags import read_tags
@@ -35,8 +35,6 @@ __all__ = [
     "check_run",
     "is_run",
     "is_run_of",
-    "mode_of",
-    "modes_of",
     "status_of",
     "summarize",
 ]
@@ -352,22 +350,6 @@ def _owner(folder: Path) -> bytes | None:
         return (folder / ".owner").read_bytes()
     except OSError:
         return None
-
-
-def mode_of(name: str, modes: Mapping[str, Mode]) -> Mode | None:
-    """Which values of a metric are better: as the run has decided, else by the words of its name; None if unknown.
-
-    >>> mode_of("val/top5", {"val_top5": "max"}), mode_of("val/loss", {}), mode_of("val/top5", {})
-    ('max', 'min', None)
-    """
-    names = (name, name.replace("/", "_"), name.rpartition("/")[0])
-    return next(filter(None, map(modes.get, names)), None) or mode_of_words(name)
-
-
-def modes_of(described: Mapping[str, Json]) -> dict[str, Mode]:
-    """Which values of its metrics are better, as a run's description says."""
-    modes = described.get("modes")
-    return {name: mode for name, mode in modes.items() if mode in ("min", "max")} if isinstance(modes, dict) else {}
 
 
 def _created(described: Mapping[str, Json]) -> float | None:
