@@ -128,12 +128,11 @@ class Store:
         summary = self.run(name)
         if summary.status.is_going:
             with self._lock:
-                live = self._live.get(name)
-                if live is None:
-                    try:
-                        live = self._live[name] = _Live(summary.folder)
-                    except (PulsetrainError, OSError) as error:
-                        return str(error)
+                live = self._live.setdefault(name, _Live(summary.folder))
+            try:
+                live.begin()  # without the lock, which other runs need meanwhile
+            except (PulsetrainError, OSError) as error:
+                return str(error)
             return live
         sign = self._signs.get(name, "")
         if name in self._unreadable and self._unreadable[name][0] == sign:
@@ -218,11 +217,26 @@ class _Noting(SpawnContext):
 
 
 class _Live:
-    """The curves of a run that is going."""
+    """The curves of a run that is going, once it has begun to be read."""
 
     def __init__(self, folder: Path) -> None:
-        self._series = RunSeries(folder)
+        self._folder = folder
+        self._read: RunSeries | None = None
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Read its log as far as it is written, unless that was done; of a long log, that takes a while.
+
+        Raises:
+            RecordingError: it holds no event log.
+        """
+        with self._lock:
+            self._read = self._read or RunSeries(self._folder)
+
+    @property
+    def _series(self) -> RunSeries:
+        assert self._read is not None
+        return self._read
 
     @property
     def about(self) -> Described:
@@ -242,7 +256,7 @@ class _Live:
 
     def update(self) -> bool:
         with self._lock:
-            return self._series.update()
+            return self._read is not None and self._read.update()
 
 
 def printable(text: str) -> str:
