@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def test_a_command_that_needs_a_folder_says_how_to_get_it(
     said = capsys.readouterr().err
     assert f"a.run.zip: is an archive, and `pulsetrain {words[0]}` needs a folder" in said
     assert said.endswith("unpack it: pulsetrain archive --unpack a.run.zip --into FOLDER\n")
+
+
+def test_the_remedy_can_be_given_to_a_shell(run: Path, capsys: pytest.CaptureFixture[str]):
+    run.rename("my run")
+    assert main(["archive", "my run"]) == 0
+    assert main(["tag", "my run.run.zip"]) == 2
+    remedy = capsys.readouterr().err.partition("unpack it: ")[2]
+    assert main(shlex.split(remedy.replace("FOLDER", "runs"))[1:]) == 0
+    assert content(Path("runs/my run"))["run.json"]
 
 
 def test_unpack_makes_a_run_folder(run: Path, capsys: pytest.CaptureFixture[str]):
