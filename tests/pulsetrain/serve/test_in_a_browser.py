@@ -289,6 +289,35 @@ def test_every_view_shows_the_runs(browser: Any):
     until(browser, lambda: "the run has ended" in text(browser))
 
 
+LATE = """
+const real = window.fetch;
+window.fetch = (url, options) => {
+  if (!String(url).startsWith("/api/events")) return real(url, options);
+  window.fetch = real;
+  return new Promise((resolve) => {
+    window.answer = (done) => real(url, options).then((response) => {
+      const read = response.json.bind(response);
+      response.json = async () => { const found = await read(); setTimeout(done); return found; };
+      resolve(response);
+    });
+  });
+};
+"""
+
+
+def test_a_late_answer_does_not_replace_that_of_a_later_question(browser: Any):
+    tab(browser, "Events")
+    until(browser, lambda: "iteration_completed" in text(browser, "tbody"))
+    browser.execute_script(LATE)  # the next question is answered once `answer` is called
+    for kind in ("iteration_started", "validation_completed"):
+        browser.find_element("css selector", f"[aria-label=Type] option[value={kind}]").click()
+    until(browser, lambda: "iteration_started" not in text(browser, "tbody"))
+    shown = text(browser, "tbody")
+    assert "validation_completed" in shown
+    browser.execute_async_script("window.answer(arguments[0])")
+    assert text(browser, "tbody") == shown
+
+
 def test_a_run_that_trains_is_drawn_while_it_does(browser: Any, root: Path):
     training = train(root / "live", 40, pause=0.05)
     try:
