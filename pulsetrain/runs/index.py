@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from collections.abc import Container, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -170,7 +171,8 @@ def _is_archive(path: str) -> bool:
 
 
 def _read(paths: list[str]) -> list[RunSummary | None]:
-    if len(paths) < _MANY or (os.cpu_count() or 1) < 2:
+    # in a fork, a lock that another thread holds, such as one of the server, would stay locked
+    if len(paths) < _MANY or (os.cpu_count() or 1) < 2 or threading.active_count() > 1:
         return [_summary(path) for path in paths]
     from concurrent.futures import ProcessPoolExecutor  # here: a known folder is listed without
 
