@@ -105,7 +105,8 @@ def _beginning(engine: Engine) -> Iterator[str]:
     total = sum(number for number, _ in counts)
     trained = sum(number for number, learns in counts if learns)
     of_them = "" if trained == total else f", of which {trained:,} are trained,"
-    many = f" and {len(run.processes) - 1} more processes" if len(run.processes) > 1 else ""
+    others = len(run.processes) - 1
+    many = f" and {others} more process{'es' * (others > 1)}" if others > 0 else ""
     verb = f"Resuming after iteration {state.iteration:,}:" if state.iteration else "Training"
     where = f"on {run.backend.device}{many} in {run.config.precision}"
     yield f"{verb} {type(run.model).__name__} with {total:,} parameters{of_them} {where}, seed {run.seed}."
