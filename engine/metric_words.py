@@ -1,10 +1,11 @@
-"""What the name of a metric says about which of its values are better."""
+"""What a run, and the name of a metric, say about which of its values are better."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
-__all__ = ["KNOWN_WORDS", "Mode", "mode_of_words"]
+__all__ = ["KNOWN_WORDS", "Mode", "mode_of", "mode_of_words"]
 
 Mode = Literal["min", "max"]
 
@@ -33,3 +34,17 @@ def mode_of_words(name: str) -> Mode | None:
     if lower == higher or changed:
         return None
     return "min" if lower else "max"
+
+
+def mode_of(name: str, modes: Mapping[str, Mode]) -> Mode | None:
+    """Which values of a metric are better: as the run has decided, else by the words of its name; None if unknown.
+
+    >>> mode_of("val/top5", {"val_top5": "max"}), mode_of("val/loss", {}), mode_of("val/top5", {})
+    ('max', 'min', None)
+
+    Args:
+        name: of the metric, or of one value of a metric that is a mapping.
+        modes: of metrics, by their names, also with "_" in place of "/": see `modes_of` of a run's description.
+    """
+    names = (name, name.replace("/", "_"), name.rpartition("/")[0])
+    return next(filter(None, map(modes.get, names)), None) or mode_of_words(name)

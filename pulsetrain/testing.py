@@ -242,8 +242,10 @@ def assert_overfits(trainer: Trainer, *, updates: int = 200, to: float = 0.1) ->
 
     Raises:
         AssertionError: the loss did not fall so far.
+        ConfigurationError: the training data is empty.
     """
-    batch = next(iter(trainer.train_loader), None)
+    with rng.preserve_rng():  # a loader that shuffles draws
+        batch = next(iter(trainer.train_loader), None)
     if batch is None:
         raise ConfigurationError("gave no batch; it is empty", "assert_overfits", train_loader=...)
     losses: list[float] = []

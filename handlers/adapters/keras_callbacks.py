@@ -8,6 +8,7 @@ from typing import Any, Self
 from pulsetrain.engine import Engine, Event, Events, Phase, is_training_run
 from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.engine_queries import batch_number
 from pulsetrain.handlers.metric_values.step_values import on_host, scalars
 
 __all__ = ["KerasCallbacks"]
@@ -50,7 +51,6 @@ class KerasCallbacks(Handler):
                 rule = f"needs objects with methods such as on_epoch_end(epoch, logs), of {', '.join(_HOOKS)}"
                 raise ArgumentTypeError(rule, "KerasCallbacks", callbacks=[each])
         self.callbacks: list[Any] = list(callbacks)
-        self._batch = -1  # in the epoch, from 0
 
     def attach(self, engine: Engine) -> Self:
         """Call the callbacks at the events of the engine, in phase OBSERVE.
@@ -72,7 +72,7 @@ class KerasCallbacks(Handler):
                 (Events.COMPLETED, ("on_train_end",), self._on_run),
             ):
                 wanted = [name for name in hooks if any(callable(getattr(each, name, None)) for each in self.callbacks)]
-                if wanted or event in (Events.EPOCH_STARTED,):
+                if wanted:
                     subscribe(event, _bound(deliver, wanted), phase=Phase.OBSERVE)
         return self
 
@@ -94,28 +94,20 @@ class KerasCallbacks(Handler):
         self._call(hooks, _logs(engine))
 
     def _on_epoch_started(self, hooks: Sequence[str], engine: Engine, event: Event) -> None:
-        self._batch = -1
         self._call(hooks, engine.state.epoch - 1, _logs(engine))
 
     def _on_batch_started(self, hooks: Sequence[str], engine: Engine, event: Event) -> None:
-        self._call(hooks, self._number(engine), {})
+        self._call(hooks, batch_number(engine), {})
 
     def _on_batch_completed(self, hooks: Sequence[str], engine: Engine, event: Event) -> None:
         found = on_host(scalars(engine.state.output))
-        self._call(hooks, self._number(engine), {name: float(value) for name, value in found.items()})
+        self._call(hooks, batch_number(engine), {name: float(value) for name, value in found.items()})
 
     def _on_validated(self, hooks: Sequence[str], engine: Engine, event: Event) -> None:
         self._call(hooks, _keras_names(event.payload.metrics))
 
     def _on_epoch_completed(self, hooks: Sequence[str], engine: Engine, event: Event) -> None:
         self._call(hooks, engine.state.epoch - 1, _logs(engine))
-
-    @staticmethod
-    def _number(engine: Engine) -> int:
-        """The batch's number in its epoch, from 0."""
-        length = engine.state.epoch_length
-        done: int = engine.state.iteration - 1
-        return done % length if length else done
 
 
 class _Model:

@@ -7,8 +7,9 @@ from typing import Any, Self, cast
 
 from pulsetrain.engine import Engine, Event, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.handlers.adapters.lightning_trainer import TrainerView, batch_number
+from pulsetrain.handlers.adapters.lightning_trainer import TrainerView
 from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.engine_queries import batch_number
 
 __all__ = ["LightningCallbacks"]
 

@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pulsetrain.engine import Engine
 from pulsetrain.engine.optimizers import parts_of
 
-__all__ = ["TrainerView", "batch_number"]
+__all__ = ["TrainerView"]
 
 
 class TrainerView:
@@ -128,10 +127,3 @@ class _Strategy:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # as Lightning names it
         return decision
-
-
-def batch_number(engine: Engine) -> int:
-    """The batch's number in its epoch, from 0."""
-    length = engine.state.epoch_length
-    done: int = engine.state.iteration - 1
-    return done % length if length else done

@@ -11,7 +11,7 @@ from pulsetrain.engine import Engine, Event, EventBus, Events, RecordingError, i
 from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 
-__all__ = ["attribute", "device_of", "handlers_of", "is_run_end", "reject_replay", "settings_of"]
+__all__ = ["attribute", "batch_number", "device_of", "handlers_of", "is_run_end", "reject_replay", "settings_of"]
 
 Kind = TypeVar("Kind")
 
@@ -50,6 +50,13 @@ def handlers_of(engine: Engine, event: EventType, kind: type[Kind]) -> list[Kind
         if isinstance(owner, kind):
             found[id(owner)] = owner
     return list(found.values())
+
+
+def batch_number(engine: Engine) -> int:
+    """The batch's number in its epoch, from 0; in the run, while the length of an epoch is not known."""
+    length = engine.state.epoch_length
+    done: int = engine.state.iteration - 1
+    return done % length if length else done
 
 
 def is_run_end(engine: Engine, event: Event) -> bool:

@@ -16,6 +16,7 @@ from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optimizers import describe_optimizer
 from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.best_value import is_better
 
 __all__ = ["RunSummary"]
@@ -73,9 +74,7 @@ class RunSummary(Handler):
         self._write(chain(_beginning(engine), [f"Run folder: {folder}"] if folder else []))
 
     def _on_end(self, engine: Engine, event: Event) -> None:
-        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
-            return  # COMPLETED follows, perhaps after a last validation
-        if self.ending and not cast(TrainingRun, engine).is_rewinding:
+        if self.ending and is_run_end(engine, event):
             self._write(self._end(engine, event))
 
     def _end(self, engine: Engine, event: Event) -> Iterator[str]:
@@ -83,7 +82,7 @@ class RunSummary(Handler):
         took = duration(max(0, event.time_ns - self._started) / 1e9)  # the clock may have been set back
         why = f": {state.stop_reason}" if state.stop_reason else ""
         trained = state.iteration - self._first
-        yield f"Ended after {state.iteration:,} iterations ({trained:,} in {took}){why}."
+        yield f"Ended after {_count(state.iteration, 'iteration')} ({trained:,} in {took}){why}."
         values = list(_values(engine))[:_VALUES]
         if values:
             yield f"{', '.join(values)}."
@@ -106,7 +105,8 @@ def _beginning(engine: Engine) -> Iterator[str]:
     total = sum(number for number, _ in counts)
     trained = sum(number for number, learns in counts if learns)
     of_them = "" if trained == total else f", of which {trained:,} are trained,"
-    many = f" and {len(run.processes) - 1} more processes" if len(run.processes) > 1 else ""
+    others = len(run.processes) - 1
+    many = f" and {others} more process{'es' * (others > 1)}" if others > 0 else ""
     verb = f"Resuming after iteration {state.iteration:,}:" if state.iteration else "Training"
     where = f"on {run.backend.device}{many} in {run.config.precision}"
     yield f"{verb} {type(run.model).__name__} with {total:,} parameters{of_them} {where}, seed {run.seed}."

@@ -18,8 +18,8 @@ from pulsetrain.adapters.lightning_view import ModuleView
 from pulsetrain.engine import Engine, Events, Phase
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.step.protocols import TrainingBatch, describe
-from pulsetrain.handlers.adapters.lightning_trainer import batch_number
 from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.engine_queries import batch_number
 
 __all__ = ["ModuleHooks", "ModuleStrategy", "StepCall", "redirect_forward"]
 

@@ -20,14 +20,15 @@ from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.file_lock import lock
+from pulsetrain.engine.metric_words import mode_of
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
-from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
+from pulsetrain.engine.recording.log.run_file import modes_of, newer_format, read_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file, writing
 from pulsetrain.reproduce.processes import processes_after
 from pulsetrain.reproduce.rerun import checkpoint_before
 from pulsetrain.runs.command_end import STOPPED, TRAINED, error_in
-from pulsetrain.runs.summary import RunSummary, check_run, mode_of, modes_of, summarize
+from pulsetrain.runs.summary import RunSummary, check_run, summarize
 
 __all__ = ["Pair", "Trial", "Trials", "read_pair"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from pulsetrain.engine.errors import ConfigurationError
@@ -43,5 +44,5 @@ def _refuse(command: str, given: object) -> None:
 
             if is_archive(each):
                 rule = f"is an archive, and `pulsetrain {command}` needs a folder"
-                remedy = f"unpack it: pulsetrain archive --unpack {each} --into FOLDER"
+                remedy = f"unpack it: pulsetrain archive --unpack {shlex.quote(str(each))} --into FOLDER"
                 raise ConfigurationError(f"{each}: {rule}; {remedy}")

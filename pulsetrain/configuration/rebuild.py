@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import yaml
+
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.yaml_text import load_yaml
@@ -50,9 +52,19 @@ def rebuild(run: str | os.PathLike[str], folder: Path, settings: Mapping[str, st
 def base_of(folder: Path) -> Path:
     """The folder in which class paths are looked up first: where the run was started, or the configuration's own."""
     base = read_run_file(folder).get("base")
-    sweep = (folder.parent if folder.name == "front" else folder) / "sweep.yaml"
-    if base is None and sweep.is_file():  # whose best.yaml, or front/0000.yaml, is asked about
-        saved = load_yaml(sweep.read_text(encoding="utf-8"))
-        config = saved.get("config") if isinstance(saved, dict) else None
-        base = str(base_of(Path(config).parent)) if isinstance(config, str) and Path(config).is_absolute() else None
+    if base is None:
+        base = _base_of_sweep(folder.parent if folder.name == "front" else folder)
     return Path(base) if isinstance(base, str) and Path(base).is_dir() else folder
+
+
+def _base_of_sweep(folder: Path) -> str | None:
+    """That of the configuration which a sweep varies, whose best.yaml, or front/0000.yaml, is asked about."""
+    try:
+        saved = load_yaml((folder / "sweep.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    is_saved = isinstance(saved, dict) and "base" in saved  # users write files of this name, too, without that entry
+    config = saved.get("config") if is_saved else None
+    if not isinstance(config, str) or not Path(config).is_absolute() or Path(config).parent == folder.resolve():
+        return None
+    return str(base_of(Path(config).parent))

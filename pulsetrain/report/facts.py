@@ -10,8 +10,9 @@ from pathlib import Path
 import yaml
 
 from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.engine.metric_words import Mode
 from pulsetrain.engine.recording.log.records import Json
-from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.log.run_file import modes_of, read_run_file
 
 __all__ = ["ABSENT", "Facts", "Row", "compared", "flat", "read_facts", "settings_of"]
 
@@ -28,12 +29,7 @@ class Facts:
     environment: Mapping[str, str]
     parent: Mapping[str, Json] | None  # "run" and "iteration" of the run that it was forked from
     starts: int  # how often it was started or resumed
-    modes: Mapping[str, str]  # metric -> "min" or "max", as the run has decided which values are better
-
-    def mode_of(self, metric: str) -> str | None:
-        """What the run has decided for the metric, or for all values of the mapping that it is in."""
-        names = (metric, metric.replace("/", "_"), metric.rpartition("/")[0])
-        return next((self.modes[name] for name in names if name in self.modes), None)
+    modes: Mapping[str, Mode]  # of metrics, as the run has decided which values are better
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def read_facts(folder: Path) -> Facts:
         _texts(facts),
         parent if isinstance(parent, Mapping) and parent.get("run") else None,
         len(starts) if isinstance(starts, list) else 0,
-        {name: mode for name, mode in _mapping(run.get("modes")).items() if mode in ("min", "max")},
+        modes_of(run),
     )
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from pulsetrain.engine.durations import duration
-from pulsetrain.engine.metrics import infer_mode
+from pulsetrain.engine.metric_words import mode_of
 from pulsetrain.engine.recording.diff.result import describe_event
 from pulsetrain.engine.recording.diff.sides import Side
 from pulsetrain.engine.recording.log.records import Json
@@ -173,7 +173,7 @@ def _best_cell(found: tuple[float, int] | None, top: float, runs: int) -> str:
 
 def _directions(name: str, runs: Sequence[ReportedRun]) -> tuple[str, ...]:
     """Which values are the best, as the runs have decided; by the name if none has."""
-    modes = {run.facts.mode_of(name) or infer_mode(name) for run in runs if name in run.record.curves}
+    modes = {mode_of(name, run.facts.modes) for run in runs if name in run.record.curves}
     if len(modes) == 1 and None not in modes:
         return ("lowest",) if modes == {"min"} else ("highest",)
     return ("lowest", "highest")

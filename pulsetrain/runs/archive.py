@@ -24,6 +24,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
+from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import id_of_run
@@ -280,11 +281,11 @@ def _info(name: str, *, compress: bool) -> zipfile.ZipInfo:
 
 def _check_events(folder: Path) -> None:
     """Refuse a log with texts that are credentials: without them it would not be the run's log any more."""
-    if not (folder / "events").is_dir():
-        return
     for rank in logged_ranks(folder):
+        if not any(path.exists() for path in log_files(folder / "events", rank)):  # nothing was recorded
+            continue
         for event in EventLog(folder, rank).read(superseded=True):
-            texts = [*_texts(event.payload), *_texts(event.output)]
+            texts = [text for each in (event.payload, event.output, event.error) for text in _texts(each)]
             if any(redacted(text) != text for text in texts):
                 raise RunFolderError(
                     f"{folder}: event {event.seq} ({event.event}) of rank {rank} has a text that is a credential by "

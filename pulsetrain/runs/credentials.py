@@ -55,7 +55,7 @@ def without_credentials(path: Path) -> bytes | None:
             if (changed := redacted(value)) == value:
                 return None
             return yaml.safe_dump(changed, sort_keys=False).encode() if is_yaml else msgspec.json.encode(changed)
-        except (ValueError, yaml.YAMLError):  # another format, or several documents
+        except (ValueError, RecursionError, yaml.YAMLError):  # another format, several documents, or nested too deep
             pass
     return _in_text(content)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from collections.abc import Container, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -87,16 +88,18 @@ class RunIndex:
                     self.unreadable.append(folder)
                 continue
             names = {each.name for each in here}
-            if is_run_of(names):
+            is_a_run = is_run_of(names)
+            if is_a_run:
                 if os.access(folder, os.X_OK):
                     yield folder, _sign(folder, names)
                 else:
                     self.unreadable.append(folder)
+            passed = _PASSED if is_a_run else frozenset({"crash"})  # bundles have logs, also where there is no run
             for each in here if depth < _DEPTH or archives else ():
                 name, path = each.name, each.path.removeprefix("./")  # of ".": as Path writes it
                 if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
                     yield path, sign_of(path)
-                elif name[0] != "." and name not in _PASSED and depth < _DEPTH and each.is_dir(follow_symlinks=False):
+                elif name[0] != "." and name not in passed and depth < _DEPTH and each.is_dir(follow_symlinks=False):
                     todo.append((path, depth + 1))
 
     def _known(self) -> dict[str, tuple[str, RunSummary]]:
@@ -168,7 +171,8 @@ def _is_archive(path: str) -> bool:
 
 
 def _read(paths: list[str]) -> list[RunSummary | None]:
-    if len(paths) < _MANY or (os.cpu_count() or 1) < 2:
+    # in a fork, a lock that another thread holds, such as one of the server, would stay locked
+    if len(paths) < _MANY or (os.cpu_count() or 1) < 2 or threading.active_count() > 1:
         return [_summary(path) for path in paths]
     from concurrent.futures import ProcessPoolExecutor  # here: a known folder is listed without
 

@@ -68,17 +68,22 @@ def value_of(run: RunSummary, column: str, root: Path) -> Any:
 
 
 def sorted_by(runs: Sequence[RunSummary], column: str, root: Path, *, reverse: bool = False) -> list[RunSummary]:
-    """The runs in the order of a column's values; those without a value are last.
+    """The runs in the order of a column's values; those without a value, or with NaN, are last.
 
     Raises:
         ConfigurationError: no run has such a column.
     """
     check_columns("sort", [column], runs)
     values = [value_of(run, column, root) for run in runs]
-    have = [(_key(value), run) for value, run in zip(values, runs, strict=True) if value is not None]
-    lack = [run for value, run in zip(values, runs, strict=True) if value is None]
+    have = [(_key(value), run) for value, run in zip(values, runs, strict=True) if _has_order(value)]
+    lack = [run for value, run in zip(values, runs, strict=True) if not _has_order(value)]
     have.sort(key=itemgetter(0), reverse=reverse)
     return [*(run for _, run in have), *lack]
+
+
+def _has_order(value: object) -> bool:
+    """Whether it is a value, and not NaN, whose place among others would be arbitrary."""
+    return value is not None and value == value
 
 
 def _key(value: object) -> tuple[str, Any]:

@@ -81,7 +81,7 @@ class LiveRun:
         self.newest: deque[LiveEvent] = deque(maxlen=_NEWEST)
         self.matches: deque[LiveEvent] = deque(maxlen=_MATCHES)
         self._times: deque[int] = deque(maxlen=_GAPS)
-        self._generation = 0
+        self._generations: dict[int, int] = {}  # of the logs, by rank
         self._damage: list[str] = []  # that the log shows without being read
         self._judged: tuple[int, bool] | None = None  # for which generation and state that was found
         self._status: tuple[Status, str] | None = None
@@ -118,14 +118,20 @@ class LiveRun:
     def _read(self) -> bool:
         """Read a part of what is new; returns whether anything was."""
         found = {rank: live.read(_PART) for rank, live in self.ranks.items()}
-        generation = sum(live.log.generation for live in self.ranks.values())
-        if generation != self._generation:
-            self._generation = generation
-            self.newest.clear()
-            self.matches.clear()
-            self._times.clear()
+        generations = {rank: live.log.generation for rank, live in self.ranks.items()}
+        self._forget({rank for rank, number in generations.items() if number != self._generations.get(rank, 0)})
+        self._generations = generations
         self._keep(found)
         return any(found.values())
+
+    def _forget(self, ranks: set[int]) -> None:
+        """Forget the events of ranks whose logs are read from their beginning again."""
+        for events in (self.newest, self.matches) if ranks else ():
+            left = [each for each in events if each.rank not in ranks]
+            events.clear()
+            events.extend(left)
+        if 0 in ranks:
+            self._times.clear()
 
     def _find_ranks(self) -> None:
         events = self.folder / "events"
@@ -151,14 +157,14 @@ class LiveRun:
         main = self.main
         if main is None or main.last is None:
             self._status = None
-            self._look_for_damage((self._generation, False))
+            self._look_for_damage((sum(self._generations.values()), False))
             return
         if self.share_read < 1.0:  # the end may say how it ended
             return
         seconds = [t / 1e9 for t in self._times]
         gap = max((b - a for a, b in pairwise(seconds)), default=0.0)
         self._status = status_of(self.folder, main.curves.ending, main.last.t / 1e9, gap, self._clock())
-        self._look_for_damage((self._generation, self._status[0].is_going))
+        self._look_for_damage((sum(self._generations.values()), self._status[0].is_going))
 
     def _look_for_damage(self, state: tuple[int, bool]) -> None:
         if state != self._judged and self.is_there:
@@ -274,9 +280,10 @@ class LiveRun:
         if where is None:
             return
         known = [each for each in self.newest if where(each.event)]
-        if len(known) < _MATCHES and self.is_there and self.newest:
-            until, first = time.monotonic() + seconds, min(each.event.seq for each in self.newest if not each.rank)
-            older: list[LiveEvent] = []
+        main = self.ranks.get(0)
+        if len(known) < _MATCHES and main is not None and main.log.exists and main.last is not None:
+            until, older = time.monotonic() + seconds, list[LiveEvent]()
+            first = min((each.event.seq for each in self.newest if not each.rank), default=main.last.seq + 1)
             for block in _backwards(EventLog(self.folder), first):
                 older[:0] = [LiveEvent(0, event) for event in block if where(event)]
                 if len(older) + len(known) >= _MATCHES or time.monotonic() > until:

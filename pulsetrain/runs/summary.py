@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
-from pulsetrain.engine.metric_words import Mode, mode_of_words
+from pulsetrain.engine.metric_words import Mode, mode_of
 from pulsetrain.engine.recording.ending import ENDS, Ending, ending_of
 from pulsetrain.engine.recording.log.files import NamedPath, log_files
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent, decode
-from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
+from pulsetrain.engine.recording.log.run_file import modes_of, newer_format, read_run_file
 from pulsetrain.handlers.run_files.owner_process import has_ended
 from pulsetrain.runs.progress import BEGINNINGS, EPOCHS, Progress, bounds_of, completed_epochs_of, progress_of
 from pulsetrain.runs.tags import read_tags
@@ -35,8 +35,6 @@ __all__ = [
     "check_run",
     "is_run",
     "is_run_of",
-    "mode_of",
-    "modes_of",
     "status_of",
     "summarize",
 ]
@@ -255,18 +253,18 @@ class _Seen:
         return progress_of(self.epoch, self.iteration, epochs, bounds, settings)
 
     def _backwards(self, names: frozenset[str]) -> Iterator[LoggedEvent]:
-        """The main engine's events of these types, the newest first; some of them twice."""
+        """The main engine's events of these types, the newest first, some twice; superseded ones are left out."""
         log = self._log
         if log is None:
             return
-        for each in chain(reversed(self._recent), reversed(log.tail)):  # the recent ones are decoded already
-            if each.event in names and each.engine == log.main_engine:
-                yield each
+        main = log.main_engine
+        newest = chain(reversed(self._recent), reversed(log.tail))  # the recent ones are decoded already
+        yield from (each for each in newest if each.event in names and _counts(log, each, main))
         for number in reversed(range(len(log.headers))):
-            header = log.headers[number].engines.get(log.main_engine)
+            header = log.headers[number].engines.get(main)
             if header is not None and not names.isdisjoint(header.events):
                 found = reversed(_decoded(log.lines(number) or b"", names))
-                yield from (each for each in found if each.engine == log.main_engine)
+                yield from (each for each in found if _counts(log, each, main))
 
     def _follow(self, event: LoggedEvent) -> None:
         if event.event in BEGINNINGS:
@@ -297,8 +295,13 @@ def _reported(log: EventLog) -> Iterator[LoggedEvent]:
             continue
         lines = log.lines(number)
         if lines is not None:
-            yield from (each for each in _decoded(lines) if not (each.ord >= 0 and log.is_superseded(each.seq)))
-    yield from (each for each in log.tail if each.event in _REPORTED)
+            yield from (each for each in _decoded(lines) if _counts(log, each))
+    yield from (each for each in log.tail if each.event in _REPORTED and _counts(log, each))
+
+
+def _counts(log: EventLog, event: LoggedEvent, engine: str | None = None) -> bool:
+    """Whether the event is of the engine, or of any, and no resumed run has computed it again."""
+    return engine in (None, event.engine) and not (event.ord >= 0 and log.is_superseded(event.seq))
 
 
 def _decoded(lines: bytes, names: frozenset[str] = _REPORTED) -> list[LoggedEvent]:
@@ -350,22 +353,6 @@ def _owner(folder: Path) -> bytes | None:
         return (folder / ".owner").read_bytes()
     except OSError:
         return None
-
-
-def mode_of(name: str, modes: Mapping[str, Mode]) -> Mode | None:
-    """Which values of a metric are better: as the run has decided, else by the words of its name; None if unknown.
-
-    >>> mode_of("val/top5", {"val_top5": "max"}), mode_of("val/loss", {}), mode_of("val/top5", {})
-    ('max', 'min', None)
-    """
-    names = (name, name.replace("/", "_"), name.rpartition("/")[0])
-    return next(filter(None, map(modes.get, names)), None) or mode_of_words(name)
-
-
-def modes_of(described: Mapping[str, Json]) -> dict[str, Mode]:
-    """Which values of its metrics are better, as a run's description says."""
-    modes = described.get("modes")
-    return {name: mode for name, mode in modes.items() if mode in ("min", "max")} if isinstance(modes, dict) else {}
 
 
 def _created(described: Mapping[str, Json]) -> float | None:

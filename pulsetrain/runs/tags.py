@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["TAGS_FILE", "change_tags", "read_tags"]
 
@@ -46,7 +46,7 @@ def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] 
         if _TAG.fullmatch(tag) is None:
             rule = "needs 1 to 64 letters, digits or characters of _ . : / @ = -"
             raise ConfigurationError(rule, "pulsetrain tag", add=tag)
-    path, partial = folder / TAGS_FILE, folder / f".{TAGS_FILE}.{os.getpid()}"
+    path = folder / TAGS_FILE
     try:
         before = _read(path)
     except FileNotFoundError:
@@ -58,8 +58,8 @@ def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] 
     if tags == before:
         return tags
     try:
-        partial.write_bytes(msgspec.json.encode(list(tags)) + b"\n")
-        partial.replace(path)
+        replace_file(path, msgspec.json.encode(list(tags)) + b"\n")
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}") from error
+        rule = "make room on its disk, or fix the permissions of the folder"
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {rule}") from error
     return tags

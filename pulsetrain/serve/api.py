@@ -19,9 +19,11 @@ from starlette.routing import Route
 
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.metric_words import mode_of
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.log.predicate import predicate
+from pulsetrain.engine.recording.log.run_file import modes_of, read_run_file
 from pulsetrain.engine.recording.where import positions, stragglers
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.report.facts import compared, read_facts, settings_of
@@ -219,7 +221,8 @@ class _Api:
                 )
             else:
                 metric = asked.get("metric", "val/loss")
-                given = asked.get("mode") or read_facts(self._store.run(run).folder).mode_of(metric)
+                modes = modes_of(read_run_file(self._store.run(run).folder))
+                given = asked.get("mode") or mode_of(metric, modes)
                 patience, least = _whole(request, "patience", 5), _number(request, "min_delta") or 0.0
                 answers[run] = early_stopping(series.opened(), metric, patience, least, given)
         return answers

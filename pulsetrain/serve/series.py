@@ -123,6 +123,9 @@ class RunSeries(RunCurves):
             killed: the process that has written it is gone: events that it had begun count as they are.
         """
         events = self._log.read()
+        if self.engine not in ("", "trainer") and any(event.engine == "trainer" for event in events):
+            self._log.restart()  # which is the training engine, although another one was the first
+            events = self._log.read()
         if killed:
             events += self._log.finish()
         if events and (self._log.generation != self._generation or not self.engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.listing import path_of
-from pulsetrain.runs.summary import RunSummary
+from pulsetrain.runs.summary import RunSummary, is_run
 from pulsetrain.serve.series import Described, Happened, Points, RunSeries, StoredSeries
 
 __all__ = ["Series", "Store", "printable", "series_folder"]
@@ -45,7 +46,8 @@ class Store:
     """The runs below a folder.
 
     Curves of ended runs are read by other processes, once, and kept in `.pulsetrain/series` of the folder, which may be
-    deleted. Those of runs that are going are read here, as they are written.
+    deleted; where that cannot be written, or the folder is a run, they are kept until `close`. Those of runs that are
+    going are read here, as they are written.
 
     Args:
         root: a folder with runs.
@@ -85,6 +87,8 @@ class Store:
         self._closed.set()
         with self._lock:
             self._drop_pool()
+        if self._folder != self.root / _SERIES:  # a temporary one
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _drop_pool(self) -> None:
         pool, held, self._pool, self._held = self._pool, self._held, None, None
@@ -124,12 +128,11 @@ class Store:
         summary = self.run(name)
         if summary.status.is_going:
             with self._lock:
-                live = self._live.get(name)
-                if live is None:
-                    try:
-                        live = self._live[name] = _Live(summary.folder)
-                    except (PulsetrainError, OSError) as error:
-                        return str(error)
+                live = self._live.setdefault(name, _Live(summary.folder))
+            try:
+                live.begin()  # without the lock, which other runs need meanwhile
+            except (PulsetrainError, OSError) as error:
+                return str(error)
             return live
         sign = self._signs.get(name, "")
         if name in self._unreadable and self._unreadable[name][0] == sign:
@@ -214,11 +217,26 @@ class _Noting(SpawnContext):
 
 
 class _Live:
-    """The curves of a run that is going."""
+    """The curves of a run that is going, once it has begun to be read."""
 
     def __init__(self, folder: Path) -> None:
-        self._series = RunSeries(folder)
+        self._folder = folder
+        self._read: RunSeries | None = None
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Read its log as far as it is written, unless that was done; of a long log, that takes a while.
+
+        Raises:
+            RecordingError: it holds no event log.
+        """
+        with self._lock:
+            self._read = self._read or RunSeries(self._folder)
+
+    @property
+    def _series(self) -> RunSeries:
+        assert self._read is not None
+        return self._read
 
     @property
     def about(self) -> Described:
@@ -238,7 +256,7 @@ class _Live:
 
     def update(self) -> bool:
         with self._lock:
-            return self._series.update()
+            return self._read is not None and self._read.update()
 
 
 def printable(text: str) -> str:
@@ -282,10 +300,11 @@ def _key(name: str) -> str:
 
 
 def _writable(root: Path) -> Path:
-    """Where points are kept: below the root, or else in a temporary folder."""
+    """Where points are kept: below the root, or else in a temporary folder; a root that is a run is only read."""
     folder = root / _SERIES
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
+        if not is_run(root):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
     return Path(tempfile.mkdtemp(prefix="pulsetrain-series-"))

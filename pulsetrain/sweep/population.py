@@ -88,5 +88,7 @@ def _drawn(values: Range, draw: random.Random) -> float:
 def _within(values: Range, value: float) -> float:
     value = min(max(value, values.low), values.high)
     if values.step is not None:
-        value = values.low + round((value - values.low) / values.step) * values.step
+        most = math.floor((values.high - values.low) / values.step + 1e-9)  # steps of 0.1 from 0 to 0.3: 3
+        steps = min(round((value - values.low) / values.step), most)
+        value = min(values.low + steps * values.step, values.high)
     return round(value) if values.whole else value

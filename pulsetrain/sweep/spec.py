@@ -19,6 +19,7 @@ from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.handlers.run_files.redaction import redacted
+from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = [
     "ENTRIES", "SAMPLERS", "Range", "Spec", "described", "differing", "read_saved", "read_spec", "write_saved",
@@ -336,12 +337,8 @@ def write_saved(spec: Spec) -> None:
     """Write the checked sweep into its folder; the storage's URL, which may hold a password, stays out."""
     values = redacted(asdict(spec))
     values["storage"] = None if spec.storage is None else "postgresql"
-    folder = Path(spec.folder)
-    partial = folder / f".{SAVED}.{os.getpid()}"
-    partial.write_text(
-        yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False, allow_unicode=True), encoding="utf-8"
-    )
-    os.replace(partial, folder / SAVED)
+    text = yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False, allow_unicode=True)
+    replace_file(Path(spec.folder) / SAVED, text.encode())
 
 
 def read_saved(folder: Path) -> Spec:

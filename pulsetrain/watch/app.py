@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Footer, Input, Static
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import PulsetrainError
 from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.watch.sections import mark_lines, process_lines, progress_line, speed_line
 from pulsetrain.watch.watched import Watched
@@ -195,7 +195,7 @@ class WatchApp(App[None]):
         try:
             for each in self.runs:
                 each.run.filter(predicate(text) if text else None)
-        except ConfigurationError as error:
+        except (PulsetrainError, OSError) as error:  # the condition is none, or the log cannot be read any more
             wrong.update(str(error))
             wrong.display = True
             return

@@ -89,6 +89,26 @@ class TestRunSummary:
         assert lines[4].startswith("Nothing was kept; handlers=[Checkpointer(")
         assert len(lines) == 5
 
+    def test_one_iteration_is_in_the_singular(self):
+        stream = io.StringIO()
+        config = TrainingConfig(progress=False, max_iterations=1)
+        strategy = SupervisedStrategy("mse")
+        Trainer(tiny_model(), tiny_loader(), strategy=strategy, config=config, handlers=[RunSummary(stream)]).train()
+        assert "Ended after 1 iteration (1 in " in stream.getvalue()
+
+    @pytest.mark.parametrize(
+        ("count", "where"), [(0, "cpu in"), (2, "cpu and 1 more process in"), (3, "cpu and 2 more processes in")]
+    )
+    def test_the_other_processes_are_counted(self, count: int, where: str, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("pulsetrain.training.run_view.RunView.processes", property(lambda run: [{}] * count))
+        stream = io.StringIO()
+        config = TrainingConfig(progress=False, max_iterations=1)
+        handlers = [RunSummary(stream, ending=False)]
+        Trainer(
+            tiny_model(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=config, handlers=handlers
+        ).train()
+        assert f"on {where} fp32" in stream.getvalue()
+
     def test_the_best_value_is_named_where_the_last_is_not_the_best(self):
         stream = io.StringIO()
         trainer = Trainer(

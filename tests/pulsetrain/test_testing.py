@@ -80,8 +80,10 @@ class TestOverfits:
     def test_the_trainer_stays_as_it_was(self):
         trainer = build([], tiny_model())
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        generator = torch.get_rng_state()
         losses = assert_overfits(trainer)
         assert losses[-1] <= 0.1 * losses[0]
+        assert torch.equal(torch.get_rng_state(), generator)
         assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
         assert trainer.state.iteration == 0
 

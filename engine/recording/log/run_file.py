@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from pulsetrain.engine.metric_words import Mode
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["RUN_FILE", "RUN_FORMAT", "id_of_run", "newer_format", "read_run_file"]
+__all__ = ["RUN_FILE", "RUN_FORMAT", "id_of_run", "modes_of", "newer_format", "read_run_file"]
 
 RUN_FILE = "run.json"
 RUN_FORMAT = 1
@@ -41,3 +42,13 @@ def id_of_run(folder: Path) -> str:
     """The run's id; empty if run.json is missing, or has none."""
     found = read_run_file(folder).get("id")
     return found if isinstance(found, str) else ""
+
+
+def modes_of(described: Mapping[str, Json]) -> dict[str, Mode]:
+    """Which values of its metrics are better, as the content of run.json says.
+
+    >>> modes_of({"modes": {"val_top5": "max", "val_other": "unknown"}}), modes_of({})
+    ({'val_top5': 'max'}, {})
+    """
+    modes = described.get("modes")
+    return {name: mode for name, mode in modes.items() if mode in ("min", "max")} if isinstance(modes, dict) else {}

@@ -10,9 +10,10 @@ __all__ = ["add_arguments"]
 HELP = "write a run as one file"
 DESCRIPTION = """\
 Write a run as one file, RUN.run.zip: its log, configuration, metrics, pictures, and its
-best checkpoint. `diff`, `events`, `export`, `replay` and `report` read it like the
-folder; with --unpack it becomes a run folder again. The run is only read, and what was
-written is compared with it. Credentials are replaced or left out, which is reported.
+best checkpoint. `diff`, `events`, `export`, `replay`, `report`, `verify`, `watch` and
+`where` read it like the folder; with --unpack it becomes a run folder again. The run is
+only read, and what was written is compared with it. Credentials are replaced or left
+out, which is reported.
 """
 EPILOG = """\
 examples:

@@ -60,7 +60,7 @@ export function lineChart(title, zoom) {
   });
   area.addEventListener("pointermove", (event) => {
     if (!box?.x) return;
-    if (dragged === null) { point(event); return; }
+    if (dragged === null) { if (box.y) point(event); return; }
     const [from, to] = [dragged, inside(placeOf(event))].sort((a, b) => a - b);
     part.hidden = to - from < LEAST_DRAG;
     Object.assign(part.style, { left: `${from}px`, width: `${to - from}px`, top: `${box.top}px`, height: `${box.height}px` });
@@ -71,7 +71,7 @@ export function lineChart(title, zoom) {
     dragged = null;
     part.hidden = true;
     const value = (at) => box.x[0] + ((at - box.left) / box.width) * (box.x[1] - box.x[0]);
-    if (to - from >= LEAST_DRAG) zoom([value(from), value(to)]);
+    if (to - from >= LEAST_DRAG && box.x) zoom([value(from), value(to)]);
   });
   area.addEventListener("pointercancel", () => { dragged = null; part.hidden = true; });
   area.addEventListener("pointerleave", hide);

@@ -50,7 +50,7 @@ export function timeline(view) {
 }
 
 export function events(view) {
-  let run = "", after = 0;
+  let run = "", after = 0, asked = 0;
   const tools = make("div", { class: "tools" });
   const where = make("input", { class: "code", size: 44, placeholder: 'event == "validation_completed"', "aria-label": "Condition on events", spellcheck: false, oninput: soon(() => load(0), 350) });
   const kind = make("select", { "aria-label": "Type", onchange: () => load(0) }, make("option", { value: "" }, "all types"));
@@ -61,9 +61,11 @@ export function events(view) {
   view.append(tools, note, make("div", { class: "scroll" }, make("table", {}, head, body)), more);
 
   async function load(from) {
+    const mine = ++asked;
     if (!run) { body.replaceChildren(); more.hidden = true; return; }
     try {
       const found = await ask("events", { run, where: where.value, event: kind.value, after: from });
+      if (mine !== asked) return; // another question has been asked since
       note.textContent = found.damage.join("; ");
       const chosen = kind.value;
       kind.replaceChildren(make("option", { value: "" }, "all types"), ...found.kinds.map((name) => make("option", { value: name }, name)));
@@ -74,7 +76,7 @@ export function events(view) {
       more.hidden = found.next === null;
       if (!body.children.length) body.append(make("tr", {}, make("td", { colSpan: 7 }, `No event matches among ${number(found.looked)}.`)));
     } catch (error) {
-      note.textContent = error.message;
+      if (mine === asked) note.textContent = error.message;
     }
   }
 

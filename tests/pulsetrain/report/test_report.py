@@ -295,7 +295,7 @@ class TestFacts:
         assert settings_of([both, none]) == [written, {}]
         assert plain.environment == {"threads": "2"}
 
-    @pytest.mark.parametrize("text", ["{", "a: 1\na: 2", "just text", "\x00"])
+    @pytest.mark.parametrize("text", ["{", "a: 1\na: 2", "just text", "\x00", pytest.param("[" * 100_000, id="nests")])
     def test_a_broken_configuration_is_reported_on_the_page(self, tmp_path, text):
         (tmp_path / "config.yaml").write_text(text)
         (tmp_path / "run.json").write_text('"text"')

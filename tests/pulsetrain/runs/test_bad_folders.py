@@ -28,6 +28,7 @@ from pulsetrain.runs.prune import prune, superfluous
 from pulsetrain.runs.summary import Status, summarize
 from pulsetrain.runs.tags import change_tags, read_tags
 from tests.pulsetrain.runs.test_summary import own
+from tests.support.largest_file import largest_file
 from tests.support.run_folders import BEGUN, write_run
 
 HOSTILE = [
@@ -194,6 +195,17 @@ def test_damaged_tags_are_not_overwritten(root: Path, capsys: pytest.CaptureFixt
     assert main(["tag", "a", "--add", "new"]) == 2
     assert "a/tags.json: cannot be read" in capsys.readouterr().err
     assert (folder / "tags.json").read_text() == '["good", "paper",]'
+
+
+def test_tags_that_cannot_be_written_leave_the_folder_as_it_was(root: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_run(root / "a", [1.0])
+    change_tags(folder, ["good"])
+    before = sorted(each.name for each in folder.iterdir())
+    with largest_file(0):
+        assert main(["tag", "a", "--add", "new"]) == 2
+    assert "a/tags.json: cannot be written: File too large; make room on its disk" in capsys.readouterr().err
+    assert sorted(each.name for each in folder.iterdir()) == before
+    assert read_tags(folder) == ("good",)
 
 
 def test_showing_tags_writes_nothing(root: Path, capsys: pytest.CaptureFixture[str]):

@@ -125,6 +125,27 @@ def test_many_runs_are_read_by_several_processes_in_the_same_order(root: Path, m
     assert RunIndex(root, cache=False).summaries() == alone
 
 
+def test_where_other_threads_run_no_process_is_forked(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(index_module, "_MANY", 1)
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", lambda *words: pytest.fail("processes are started"))
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()
+    try:
+        assert names(root) == ["a", "b"]
+    finally:
+        end.set()
+        other.join()
+
+
+@pytest.mark.parametrize("name", ["samples", "plots", "traces", "checkpoints"])
+def test_a_folder_of_runs_may_have_the_name_of_a_folder_in_a_run(name: str, root: Path):
+    write_run(root / "a" / name / "inside", [1.0])
+    write_run(root / name / "outside", [1.0])
+    write_run(root / "other" / "crash" / "bundle", [1.0])
+    assert sorted(names(root)) == ["a", "b", "outside"]
+
+
 def test_a_run_is_its_own_root(root: Path):
     assert names(root / "a") == ["a"]
     assert not (root / "a" / INDEX.parent).exists()

@@ -228,6 +228,38 @@ def test_a_condition_selects_events_of_the_whole_log(tmp_path: Path):
     assert [each.event.iteration for each in first.matches] == list(range(100, 3101, 100))
 
 
+def test_a_condition_is_changed_where_only_another_process_has_new_events(tmp_path: Path):
+    logs = [Writing(tmp_path, rank) for rank in range(2)]
+    logs[0].train(1, 100)
+    logs[1].seq = logs[0].seq  # later
+    logs[1].train(1, 2000)
+    run = LiveRun(tmp_path)
+    run.update()
+    assert {each.rank for each in run.newest} == {1}
+    logs[0].writer.seal()
+    run.filter(predicate('event == "validation_completed" and iteration <= 100'))
+    assert [(each.rank, each.event.iteration) for each in run.matches] == [(0, 100)]
+
+
+def test_a_process_that_is_read_again_does_not_hide_what_is_known_of_the_others(tmp_path: Path):
+    logs = [Writing(tmp_path, rank) for rank in range(2)]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"processes": [{"host": "a"}] * 2}]}))
+    own(tmp_path, os.getpid())
+    for log in logs:
+        log.train(1, 20)
+    logs[0].seq += 10_000  # 100 seconds
+    last = logs[0].add("iteration_started", 21)
+    run = LiveRun(tmp_path, clock=lambda: last.t / 1e9 + 90)
+    run.update()
+    assert run.status is Status.RUNNING  # it has been silent for as long before
+    logs[1].writer.rewind(19, 20, logs[1].seq, T)
+    logs[1].seq, logs[1].ord = logs[1].seq + 1, 20
+    logs[1].train(11, 12)
+    run.update()
+    assert run.status is Status.RUNNING
+    assert {each.rank for each in run.newest} == {0, 1}
+
+
 def test_what_is_not_a_run_is_named(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(RunFolderError, match="is not a run folder; one has run"):

@@ -41,6 +41,7 @@ def write(folder: Path, until: int, total: int | None, settings: dict[str, int],
         event.engine = event.engine or "trainer"
         event.ord, event.seq, event.t = seq, seq, BEGUN + seq * SECOND
         writer.add(event)
+    writer.close()
     return folder
 
 
@@ -88,3 +89,15 @@ def test_a_run_bounded_by_iterations_is_not_counted_in_epochs(tmp_path: Path, ca
 def test_a_run_without_events_has_trained_nothing(tmp_path: Path):
     (tmp_path / "run.json").write_text("{}")
     assert summarize(tmp_path).reached == Progress()
+
+
+def test_epochs_that_a_resumed_run_has_superseded_do_not_count(tmp_path: Path):
+    folder = write(tmp_path / "run", 100, None, {"max_epochs": EPOCHS})
+    assert read(folder).completed_epochs == 2
+    writer = LogWriter(folder / "events")
+    after, seq = 11, writer.last_seq + 1  # after iteration 10
+    writer.rewind(after, after + 1, seq, BEGUN + seq * SECOND)
+    at = {"epoch": 1, "iteration": 11, "seq": seq + 1, "t": BEGUN + (seq + 1) * SECOND}
+    writer.add(LoggedEvent(after + 1, "trainer", "iteration_completed", output={"loss": 1.0}, **at))
+    found = read(folder)
+    assert (found.epoch, found.iteration, found.completed_epochs, found.share) == (1, 11, 0, 0.0)

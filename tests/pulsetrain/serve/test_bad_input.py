@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.serve.series import RunSeries
 from pulsetrain.serve.server import app_of
 from pulsetrain.serve.store import Store
+from tests.pulsetrain.runs.test_summary import own
 from tests.support.run_folders import BEGUN, SECOND, write_run
 
 SECRET = "hf_" + "aB3" * 10
@@ -138,6 +140,55 @@ def test_a_root_that_is_removed_while_it_is_served(root: Path):
         assert store.runs == {}
     finally:
         store.close()
+
+
+def test_a_long_log_of_a_run_that_is_going_holds_up_no_other_run(root: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("long", "short"):
+        own(write_run(root / name, [1.0], None, closed=False), os.getpid())
+    begun, may_end = threading.Event(), threading.Event()
+
+    def reading(folder: Path) -> RunSeries:
+        if folder.name == "long":
+            begun.set()
+            assert may_end.wait(60)
+        return RunSeries(folder)
+
+    monkeypatch.setattr("pulsetrain.serve.store.RunSeries", reading)
+    store = Store(root)
+    threads = {name: threading.Thread(target=store.series, args=(name,)) for name in ("long", "short")}
+    try:
+        threads["long"].start()
+        assert begun.wait(60)
+        threads["short"].start()
+        threads["short"].join(20)
+        assert not threads["short"].is_alive()
+    finally:
+        may_end.set()
+        for thread in threads.values():
+            thread.join()
+        store.close()
+    assert [not isinstance(store.series(name), str) for name in threads] == [True, True]
+
+
+def test_a_root_that_is_a_run_is_only_read(root: Path):
+    store = Store(root / "a")
+    try:
+        assert not isinstance(read(store, "a"), str)
+    finally:
+        store.close()
+    assert not (root / "a" / ".pulsetrain").exists()
+    assert not store._folder.exists()
+
+
+def test_points_that_cannot_be_kept_in_the_root_are_removed_at_the_end(root: Path):
+    (root / ".pulsetrain").write_text("not a folder")
+    store = Store(root)
+    try:
+        assert not isinstance(read(store, "a"), str)
+        assert store._folder.exists()
+    finally:
+        store.close()
+    assert not store._folder.exists()
 
 
 def test_times_ascend_although_the_clock_was_put_back(tmp_path: Path):

@@ -184,6 +184,22 @@ def test_the_nearest_point_is_named(browser: Any):
     assert place.endswith(" at 24")
 
 
+def test_a_chart_without_a_finite_value_ignores_the_pointer(browser: Any):
+    said = browser.execute_async_script("""
+        const done = arguments[arguments.length - 1];
+        import("/chart.js").then(({ lineChart }) => {
+          const { element, draw } = lineChart("none", () => {});
+          document.getElementById("view").append(element);
+          draw({ lines: [{ name: "a", color: "red", x: [1, 2], y: [NaN, NaN] }], range: null, log: false, xTitle: "" });
+          const errors = [], area = element.querySelector(".area"), { left, top } = area.getBoundingClientRect();
+          addEventListener("error", (event) => errors.push(event.message));
+          area.dispatchEvent(new PointerEvent("pointermove", { clientX: left + 30, clientY: top + 30 }));
+          done([element.dataset.x, element.dataset.y, errors]);
+        });
+    """)
+    assert said == ["[1,2]", "null", []]
+
+
 def test_smoothing_and_log_change_what_is_drawn(browser: Any):
     drawn = chart(browser, "loss, each iteration")
     values = "return [...arguments[0].lines[0].y.slice(0, 5)]"
@@ -271,6 +287,35 @@ def test_every_view_shows_the_runs(browser: Any):
     until(browser, lambda: "No listed run is a trial of a sweep" in text(browser))
     tab(browser, "Processes")
     until(browser, lambda: "the run has ended" in text(browser))
+
+
+LATE = """
+const real = window.fetch;
+window.fetch = (url, options) => {
+  if (!String(url).startsWith("/api/events")) return real(url, options);
+  window.fetch = real;
+  return new Promise((resolve) => {
+    window.answer = (done) => real(url, options).then((response) => {
+      const read = response.json.bind(response);
+      response.json = async () => { const found = await read(); setTimeout(done); return found; };
+      resolve(response);
+    });
+  });
+};
+"""
+
+
+def test_a_late_answer_does_not_replace_that_of_a_later_question(browser: Any):
+    tab(browser, "Events")
+    until(browser, lambda: "iteration_completed" in text(browser, "tbody"))
+    browser.execute_script(LATE)  # the next question is answered once `answer` is called
+    for kind in ("iteration_started", "validation_completed"):
+        browser.find_element("css selector", f"[aria-label=Type] option[value={kind}]").click()
+    until(browser, lambda: "iteration_started" not in text(browser, "tbody"))
+    shown = text(browser, "tbody")
+    assert "validation_completed" in shown
+    browser.execute_async_script("window.answer(arguments[0])")
+    assert text(browser, "tbody") == shown
 
 
 def test_a_run_that_trains_is_drawn_while_it_does(browser: Any, root: Path):

@@ -116,3 +116,21 @@ def test_a_run_without_values_has_no_curves(events: int, tmp_path: Path):
     for seq in range(events):
         writer.add(LoggedEvent(ord=seq, engine="trainer", event="started", seq=seq, t=10**18))
     assert RunSeries(tmp_path / "a").described().names == []
+
+
+def test_the_training_engine_is_found_where_another_one_is_the_first(tmp_path: Path):
+    writer = LogWriter(tmp_path / "a" / "events")
+
+    def add(seq: int, engine: str) -> None:
+        event = LoggedEvent(seq, engine, "iteration_completed", 1, seq, output={"loss": float(seq)}, seq=seq, t=BEGUN)
+        writer.add(event)
+
+    add(0, "evaluator")
+    series = RunSeries(tmp_path / "a")
+    add(1, "trainer")
+    add(2, "evaluator")
+    assert series.update()
+    points = series.points("loss, each iteration")
+    assert points is not None
+    assert points[2].tolist() == [1.0]
+    assert not series.update()

@@ -64,3 +64,12 @@ def test_the_first_generation_follows_from_the_seed() -> None:
     assert drawn == [values_of(SPEC, number, [])["rate"] for number in range(4)]
     assert len(set(drawn)) == 4
     assert all(1e-3 <= rate <= 1 for rate in drawn)
+
+
+def test_steps_that_do_not_fill_the_range_stay_within_it() -> None:
+    space = {"rate": Range(0.0, 1.0, step=0.6), "share": Range(0.0, 0.3, step=0.1), "width": Range(8, 34, step=10)}
+    spec = replace(SPEC, space=space, population=200)
+    drawn = [values_of(spec, number, []) for number in range(200)]
+    assert {each["rate"] for each in drawn} == {0.0, 0.6}
+    assert {each["share"] for each in drawn} == {0.0, 0.1, 0.2, 0.3}
+    assert {each["width"] for each in drawn} == {8, 18, 28}
