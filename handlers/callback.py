@@ -23,8 +23,8 @@ Run: TypeAlias = Any  # a Trainer or any Engine; a callback annotates the one th
 class Callback:
     """Base class of callbacks. Override the hooks that you need; the others cost nothing.
 
-    A class with a method that begins with `on_` or resembles a hook, as `onEpochEnd`, `epoch_end` and `after_epoch` do,
-    and that is none, is refused with a ConfigurationError.
+    A class is refused with a ConfigurationError if one of its methods begins with `on_` or resembles a hook, as
+    `onEpochEnd`, `epoch_end` and `after_epoch` do, but is not a hook.
 
     >>> class Printer(Callback):
     ...     def on_step_end(self, trainer, loss):
@@ -52,7 +52,7 @@ class Callback:
         """The run starts."""
 
     def on_train_end(self, trainer: Run) -> None:
-        """The run has ended, at its full length or before; not called after an exception."""
+        """The run has ended, at its full length or earlier; not called after an exception."""
 
     def on_epoch_begin(self, trainer: Run) -> None:
         """An epoch starts; `trainer.state.epoch` is its number, from 1."""

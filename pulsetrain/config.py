@@ -66,11 +66,11 @@ class TrainingConfig:
         max_tokens: length in predicted tokens; the batch that reaches it is the last [None].
         max_environment_steps: length in steps of EnvironmentRollouts; the rollout that reaches it is the last [None].
         optimizer: adamw, adam, sgd (momentum 0.9) ...; the Trainer also takes instances and factories ['adamw'].
-        learning_rate: peak rate, above 0; None: 0.001, or that of an optimizer that the Trainer is given [None].
-        weight_decay: weight decay, 0 or more; None: 0, or that of an optimizer that the Trainer is given [None].
+        learning_rate: peak rate, above 0; None: 0.001, or the rate of an optimizer that the Trainer is given [None].
+        weight_decay: 0 or more; None: 0, or the decay of an optimizer that the Trainer is given [None].
         no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing [None].
         optimizer_options: further keywords of the optimizer, such as betas or momentum [{}].
-        schedule: constant, linear, cosine, step, wsd, one_cycle ...; None leaves the rate as it is ['constant'].
+        schedule: constant, linear, cosine, step, wsd, one_cycle ...; None does not change the rate ['constant'].
         warmup_steps: updates of linear warm-up, from 0 to the learning rate [0].
         min_lr_ratio: lowest rate of the schedule, relative to learning_rate; None: 0.1, and 0 for linear [None].
         schedule_options: further keywords of the schedule, such as step_size and gamma [{}].
@@ -78,13 +78,13 @@ class TrainingConfig:
         clip_grad_norm: largest total L2 norm of the gradients; None does not clip [None].
         clip_grad_value: largest absolute value of a gradient's entry; None does not clip [None].
         precision: fp32, bf16 or fp16 (autocast) ['fp32'].
-        device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
+        device: "auto" (the accelerator if there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
         activation_checkpointing: modules that recompute activations: "blocks.*", or an ActivationCheckpointing [None].
-        activation_offload: where activations wait for the backward pass: "host", or an ActivationOffload [None].
+        activation_offload: where activations are kept for the backward pass: "host", or an ActivationOffload [None].
         optimizer_offload: where the optimizer's state is kept: "host", "disk", or an OptimizerOffload [None].
         seed: seed of the data order and of all random numbers; None: torch's, as torch.manual_seed left it [None].
-        skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].
+        skip_batches: batches to leave out, as [first, last] of the iterations that would train on them [()].
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
         log_strategy_metrics: report the metrics of the strategy at log points, from the outputs of that step [True].

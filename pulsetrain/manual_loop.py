@@ -33,7 +33,7 @@ _OF_THE_STEP = (
 
 
 class Loop(Trainer):
-    """Gives the batches to a loop of your own, and fires the events around its body.
+    """Gives batches to your own loop, and fires the events around its body.
 
     >>> import torch
     >>> from pulsetrain import TrainingConfig
@@ -48,16 +48,17 @@ class Loop(Trainer):
     >>> loop.state.update, len(loop.history["train/loss"])
     (6, 2)
 
-    The arguments are those of Trainer. The body computes, and calls the optimizer's `step` where it likes;
-    GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED are fired around that. Gradients that it leaves for the next batch are
-    in the checkpoints. A resumed loop continues with the same weights, bit for bit, as one that was never stopped, as
-    far as they depend on the run's own state. Of the body's variables, those that have a `state_dict`, such as a
-    scheduler or an average, are named when they change; let them subscribe, and checkpoints hold them:
-    `loop.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, scheduler.step)`. Numbers and lists are not seen.
-    `accumulate` in the configuration says after how many batches the body updates, for bounds and schedules in updates.
+    The arguments are those of Trainer. The body computes, and calls the optimizer's `step` wherever it wants;
+    GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED are fired around that call. Gradients that it leaves for the next batch
+    are in the checkpoints. A resumed loop continues with the same weights, bit for bit, as one that was never stopped,
+    if they depend only on the run's own state. If a variable of the body has a `state_dict`, such as a scheduler or an
+    average, and changes, a warning names it; subscribe its method, and checkpoints hold it:
+    `loop.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, scheduler.step)`. Changes in numbers and lists are not
+    noticed. `accumulate` in the configuration says after how many batches the body updates, for bounds and schedules in
+    updates.
 
     Raises:
-        ConfigurationError: as Trainer, or a setting of the step, which the body decides.
+        ConfigurationError: as Trainer, or a setting for the step, which the body decides.
     """
 
     _variables: Mapping[str, object]
@@ -96,7 +97,7 @@ class Loop(Trainer):
     def batches(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> Iterator[Any]:
         """The batches, on the model's device, to the configured bound.
 
-        If a loop is left early, its last batch does not count as trained, as far as a checkpoint is concerned.
+        If a loop is left early, its last batch does not count as trained in a checkpoint.
 
         Args:
             resume: as for `Trainer.train`.

@@ -29,18 +29,18 @@ FORWARDED = 2.0  # seconds in which launchers forward a signal that they got: su
 
 
 class SignalWatch:
-    """While it is entered, the first SIGINT, SIGTERM or SIGUSR1 ends a trainer's run at the next safe point.
+    """In its `with` block, the first SIGINT, SIGTERM or SIGUSR1 ends a trainer's run at the next safe point.
 
-    In a Slurm job so does SIGUSR2, unless the program handles it.
+    In a Slurm job, so does SIGUSR2, unless the program handles it.
 
     The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM, end
     the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. So does any
-    signal before there is a trainer. A signal between two runs ends the next one, unless the watch is left before: a
-    run that starts later is not ended. Leaving restores the previous signal handlers, but for the rest of those 2 s a
-    SIGTERM that is sent again does not kill the process while it ends.
+    signal before there is a trainer. A signal between two runs ends the next run, if that starts within the block.
+    Leaving the block restores the previous signal handlers; but for the rest of those 2 s, a SIGTERM that is sent again
+    does not kill the process while it ends.
 
     Args:
-        trainer: whose run to end; `follow` names one later.
+        trainer: the trainer whose run to end; `follow` sets it later.
         names: the signals; by default those above.
         clock: monotonic, in seconds.
 

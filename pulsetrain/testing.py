@@ -44,7 +44,7 @@ BuildTrainer = Callable[[list[Any]], Trainer]
 
 
 def tiny_model(inputs: int = 4, outputs: int = 1, *, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:
-    """A network with one hidden layer of 8 units; the generators of the caller stay as they were.
+    """A network with one hidden layer of 8 units; the caller's random generators do not change.
 
     >>> tiny_model()(torch.ones(2, 4)).shape
     torch.Size([2, 1])
@@ -64,10 +64,10 @@ def tiny_loader(
     (4, [torch.Size([8, 4]), torch.Size([8, 1])])
 
     Args:
-        batches: how many.
-        batch_size: rows of each.
-        inputs: columns.
-        seed: of the data.
+        batches: number of batches.
+        batch_size: rows of each batch.
+        inputs: columns of the inputs.
+        seed: the seed of the data.
         options: further arguments of DataLoader.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -95,8 +95,8 @@ class ManualClock:
 class RecordedEvents:
     """The events of an engine or a bus, in order, kept in memory.
 
-    By default it causes none: events that are fired only if somebody listens, such as METRICS_LOGGED and
-    GRADIENTS_READY, are then seen only if somebody else does.
+    By default, it does not cause any: events that are fired only if something subscribes to them, such as
+    METRICS_LOGGED and GRADIENTS_READY, are then seen only if something else subscribes.
 
     >>> engine = Engine(lambda engine, batch: batch)
     >>> events = RecordedEvents(engine)
@@ -106,8 +106,8 @@ class RecordedEvents:
 
     Args:
         engine_or_bus: an engine, or a bus for all of its engines.
-        custom: further events than those of `Events`.
-        passive: False also causes the events that are fired only if somebody listens.
+        custom: events in addition to those of `Events`.
+        passive: False also causes the events that are fired only if something subscribes to them.
     """
 
     def __init__(self, engine_or_bus: Engine | EventBus, *custom: Any, passive: bool = True) -> None:
@@ -135,7 +135,7 @@ class RecordedEvents:
 
 
 def assert_resumes_exactly(build_trainer: BuildTrainer, folder: Path, *, at: int | None = None, seed: int = 0) -> None:
-    """Assert that a run that is interrupted and resumed ends as one that never was, bit for bit.
+    """Assert that a run that is interrupted and resumed ends like one that never was, bit for bit.
 
     Three trainers are made: one trains without a break; one is interrupted after `at` iterations; one resumes from its
     checkpoint. Their recorded events, with digests of weights, optimizer, generators and batches at each update, and
@@ -152,14 +152,14 @@ def assert_resumes_exactly(build_trainer: BuildTrainer, folder: Path, *, at: int
     ...     assert_resumes_exactly(build_trainer, Path(folder), at=3)
 
     Args:
-        build_trainer: makes the trainer from scratch, with these handlers besides its own. It must not share objects
-            between two calls, such as a model or a generator.
-        folder: an empty one, for recordings and checkpoints.
+        build_trainer: makes the trainer from scratch, with these handlers in addition to its own. It must not share
+            objects between two calls, such as a model or a generator.
+        folder: an empty folder, for recordings and checkpoints.
         at: iterations before the interruption; by default half of the run's.
-        seed: of the generators before each call.
+        seed: the seed of the generators before each call.
 
     Raises:
-        AssertionError: the runs differ; it names the first event that does.
+        AssertionError: the runs differ; the message names the first event that does.
         ConfigurationError: the run has too few iterations.
     """
     whole = _build(build_trainer, folder / "whole", seed, every=1)
@@ -203,7 +203,7 @@ def assert_replays_equal(make_handler: Callable[[], Any], build_trainer: BuildTr
     Args:
         make_handler: makes the handler; called twice.
         build_trainer: as for `assert_resumes_exactly`.
-        folder: an empty one, for the recording.
+        folder: an empty folder, for the recording.
 
     Raises:
         AssertionError: the states differ.
@@ -221,7 +221,7 @@ def assert_replays_equal(make_handler: Callable[[], Any], build_trainer: BuildTr
 
 
 def assert_overfits(trainer: Trainer, *, updates: int = 200, to: float = 0.1) -> list[float]:
-    """Assert that the model can learn one batch by heart; the trainer is left as it was.
+    """Assert that the model can learn one batch by heart; the trainer does not change.
 
     A model, loss or optimizer that cannot do this will not learn more data either.
 
@@ -233,15 +233,15 @@ def assert_overfits(trainer: Trainer, *, updates: int = 200, to: float = 0.1) ->
     True
 
     Args:
-        trainer: one that has not trained, or one between two runs.
-        updates: how many to make at most.
+        trainer: a trainer that has not trained, or one between two runs.
+        updates: the largest number of updates.
         to: the share of the first loss that must be reached.
 
     Returns:
         The losses.
 
     Raises:
-        AssertionError: the loss did not fall so far.
+        AssertionError: the loss did not fall that far.
         ConfigurationError: the training data is empty.
     """
     with rng.preserve_rng():  # a loader that shuffles draws
@@ -265,7 +265,7 @@ def assert_overfits(trainer: Trainer, *, updates: int = 200, to: float = 0.1) ->
 
 
 def run_two_batches(trainer: Trainer) -> dict[str, float]:
-    """Train on two batches and validate on two of each set, with all handlers: whether everything fits together.
+    """Train on two batches and validate on two of each set, with all handlers, to see whether everything fits together.
 
     >>> from pulsetrain import SupervisedStrategy, TrainingConfig
     >>> trainer = Trainer(tiny_model(), tiny_loader(), tiny_loader(), strategy=SupervisedStrategy("mse"),
@@ -274,7 +274,7 @@ def run_two_batches(trainer: Trainer) -> dict[str, float]:
     ['train/loss', 'val/loss']
 
     Args:
-        trainer: one that has not trained; its validation sets are shortened.
+        trainer: a trainer that has not trained; its validation sets are shortened.
 
     Returns:
         The mean training loss and the validation metrics.

@@ -97,27 +97,27 @@ class Trainer(EvaluatedRun):
     (3, 15)
 
     Args:
-        model: an nn.Module, which is moved to the backend's device, or whatever else the backend takes for a model.
-            Several by name for a strategy that trains them in turns.
-        train_loader: gives batches, each time it is iterated; it needs no length. None for a trainer that only
+        model: an nn.Module, which is moved to the backend's device, or any other model that the backend accepts.
+            For a strategy that trains several modules in turns, a mapping name -> module.
+        train_loader: gives batches each time it is iterated; it needs no length. None for a trainer that only
             evaluates: `validate`, `test` and `predict`.
         val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
         strategy: what is optimised: a name, or an object (TrainingStrategy; AlternatingStrategy for several modules).
         optimizer: a name; a torch optimizer over the model's parameters; or a class or factory, called with them and,
             if it accepts them, the configured learning rate and weight decay. By default that of the configuration. For
-            several modules, one for each by its name. On a backend that computes with values, a name or an object with
-            init and update.
+            several modules, a mapping name -> optimizer. On a backend that computes with values, a name or an object
+            with init and update.
         backend: what computes; by default PyTorch on the configuration's device.
         config: the settings.
         metrics: name -> metric, for validation: ignite's, torchmetrics', or anything with reset, update and compute.
         handlers: objects with `attach(engine)`, attached in this order.
         callbacks: `Callback` objects.
-        name: what the trainer's events carry.
-        bus: share one with other engines.
+        name: the engine's name in the trainer's events.
+        bus: pass one to share it with other engines.
 
     Raises:
         ConfigurationError: a setting, a name or a device is wrong; the message says what to do.
-        TypeError: an argument is of a wrong type.
+        TypeError: an argument has the wrong type.
     """
 
     model: nn.Module
@@ -263,22 +263,22 @@ class Trainer(EvaluatedRun):
         self._is_made = True
 
     def variables_of_loop(self) -> Mapping[str, object]:
-        """The variables of a loop that is written by hand, as far as they keep state; a Trainer has none."""
+        """The variables of a hand-written loop that keep state; a Trainer has none."""
         return {}
 
     def train(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> dict[str, list[float]]:
         """Train to the configured bound.
 
-        Ctrl-C ends the run at the next safe point, with a checkpoint if a Checkpointer saves at the end, and raises
-        KeyboardInterrupt then; a second one raises it at once.
+        Ctrl-C ends the run at the next safe point, with a checkpoint if a Checkpointer saves at the end, and then
+        raises KeyboardInterrupt; a second Ctrl-C raises it at once.
 
         Args:
             resume: "latest" continues from the newest valid checkpoint of the trainer's Checkpointer, or starts if
-                there is none yet; a path names one.
-            wait: where another process owns a run folder, wait until it ends.
+                there is none yet; a path names a checkpoint.
+            wait: if another process owns a run folder, wait until it ends.
 
         Returns:
-            Metric name -> values: train/loss and learning_rate an epoch, validation metrics a validation.
+            Metric name -> values: train/loss and learning_rate of each epoch, validation metrics of each validation.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit.
@@ -302,7 +302,7 @@ class Trainer(EvaluatedRun):
 
         Raises:
             ConfigurationError: there is not exactly one Checkpointer.
-            CheckpointError: there is no checkpoint before it.
+            CheckpointError: there is no checkpoint before that iteration.
         """
         self.driver.rewind(first, last, reason)
 
@@ -324,8 +324,8 @@ class Trainer(EvaluatedRun):
         """From a handler of GRADIENTS_READY: skip this update if the condition holds.
 
         Args:
-            where: of shape (), bool, on the device; it is not waited for if the optimizer's kernel can skip a step on
-                the device (fused Adam, AdamW, SGD).
+            where: of shape (), bool, on the device; the host does not wait for it if the optimizer's kernel can skip a
+                step on the device (fused Adam, AdamW, SGD).
         """
         self.stepper.skip_update(where)
 
@@ -337,7 +337,7 @@ class Trainer(EvaluatedRun):
         return replace(state, metadata={**counted, **state.metadata})
 
     def train_step(self, batch: Any, model_state: ModelState, optimizer_state: Any = None) -> TrainingResult:
-        """One update over one batch as a pure function, see `TrainerCore.train_step`; nothing here changes.
+        """One update over one batch as a pure function, see `TrainerCore.train_step`; the trainer does not change.
 
         Raises:
             ConfigurationError: the trainer's backend computes in place.
@@ -364,28 +364,28 @@ class Trainer(EvaluatedRun):
         return self.model_state
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys.
+        """Everything that the next iteration depends on; `state_dict()` has only ignite's three keys.
 
-        Weights and waiting gradients are the live tensors, not copies: write or copy them before training continues.
-        If the model is sharded, they are this process's shards.
+        Weights and accumulated gradients are the live tensors, not copies: write or copy them before training
+        continues. If the model is sharded, they are this process's shards.
         """
         with reading_once(self.model):
             return self.resumer.state.state_dict()
 
     def sharing(self) -> AbstractContextManager[None]:
-        """A block that all processes enter at the same event: `checkpoint_state` holds in it what each alone knows.
+        """A block that all processes enter at the same event: in it, `checkpoint_state` has the state of each process.
 
-        Its losses since the last log point and in the epoch, and the state of its loader. Without it, those of the main
-        process are saved.
+        That is its losses since the last log point and in the epoch, and the state of its loader. Without the block,
+        only those of the main process are saved.
         """
         return self.resumer.sharing(self.agreement.control)
 
     def shared_flag(self, owner: object) -> SharedFlag:
-        """The owner's flag, which any process may raise, and which all see from their next pulse on; all make it."""
+        """The owner's flag, which all processes create, any may raise, and all see from their next pulse on."""
         return self.agreement.pulse.flag(owner)
 
     def files_to_sync(self) -> list[Path]:
-        """Files that the run's handlers have written and that a checkpoint counts on, such as the event log."""
+        """Files that the run's handlers have written and that a checkpoint relies on, such as the event log."""
         return self.registry.files_to_sync()
 
     def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Location:
@@ -397,10 +397,10 @@ class Trainer(EvaluatedRun):
         """Restore a checkpoint; the next `train()` continues after it.
 
         Args:
-            path: its folder; or a run folder, for the latest one; or `best` or `latest` in it.
+            path: the checkpoint's folder; or a run folder, for its latest checkpoint; or `best` or `latest` in it.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit this trainer.
+            CheckpointError: the checkpoint is damaged, or does not fit this trainer.
         """
         folder = resolve(path)
         in_pieces = IN_PIECES if is_sharded(self.model) else ()
@@ -414,10 +414,10 @@ class Trainer(EvaluatedRun):
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
     def load_checkpoint_state(self, state: Mapping[str, object]) -> None:
-        """Restore what `checkpoint_state` gave, or an earlier version of it; the next `train()` continues from there.
+        """Restore a state of `checkpoint_state`, also of an earlier version; the next `train()` continues from there.
 
         Raises:
-            CheckpointError: it does not fit this trainer, which then is as it was.
+            CheckpointError: the state does not fit this trainer, which is then unchanged.
         """
         self.resumer.load(state, self.train_loader)
         self.abandon()

@@ -44,14 +44,14 @@ def verify(
     """Run part of a recorded run again, from the nearest checkpoint before it, and compare it with the log.
 
     Every deterministic event is compared, floats by their bits, and the weights, buffers and optimizer's tensors with
-    each checkpoint of these iterations. The rerun ends at the first difference, and is repeated
-    once to find out whether two reruns agree. The run's folder is only read: the trainer's EventRecorder writes to a
-    temporary folder, and Checkpointer and loggers are detached.
+    each checkpoint of these iterations. The rerun ends at the first difference, and is repeated once to find out
+    whether two reruns agree. The run's folder is only read: the trainer's EventRecorder writes to a temporary folder,
+    and Checkpointer and loggers are detached.
 
-    A run of several processes is repeated by as many: each of them calls this, as in `torchrun`, and compares its own
-    log. All get the same result, which is true if every log was reproduced; `rank` is the process that differs first.
-    A run with virtual ranks may be repeated by any number of processes that divides theirs. If it is not the number
-    that has trained these iterations, the log of rank 0 is compared.
+    A run of several processes is repeated by the same number: each calls this, as under `torchrun`, and compares its
+    own log. All get the same result, which is true if every log was reproduced; `rank` is the process that differs
+    first. A run with virtual ranks may be repeated by any number of processes that divides the number of virtual ranks.
+    If a different number has trained these iterations, the log of rank 0 is compared.
 
     >>> import torch
     >>> from pulsetrain import TrainingConfig
@@ -72,7 +72,7 @@ def verify(
     (True, 0, 3)
 
     Args:
-        run: the run folder; messages call it what `str(run)` is.
+        run: the run folder; messages name it as `str(run)`.
         build_trainer: makes the run's Trainer with the same handlers, an EventRecorder among them. If it takes an
             argument, it is called with a temporary folder for handlers that write.
         from_iteration: the first iteration to compare; by default the run's first, or that of the fork.
@@ -83,7 +83,7 @@ def verify(
         CheckpointError: there is no checkpoint before the iteration, or it is damaged or does not fit the trainer.
         ConfigurationError: there is no iteration to compare, the trainer has no EventRecorder, or a different number of
             processes has trained the run.
-        PeerFailed, Exception: of several processes, one has failed in the rerun.
+        PeerFailed, Exception: one of several processes has failed in the rerun.
     """
     folder, shown = Path(run), Path(str(run))
     checkpoint, trained_by = check_request(run, from_iteration, to_iteration, ranks().world_size)

@@ -17,7 +17,7 @@ class HuggingFaceCallbacks(Handler):
     """Calls callbacks that derive from transformers' `TrainerCallback`.
 
     They get a `TrainerState` that follows the run (`global_step` counts updates, `epoch` is a fraction, `log_history`
-    holds what was logged), the module, the optimizer and the loaders. What they set in `control` is done:
+    holds the logged values), the module, the optimizer and the loaders. Requests in `control` are carried out:
     `should_training_stop` and `should_epoch_stop` end the run or the epoch, `should_evaluate` validates, `should_save`
     saves a checkpoint, for which the trainer needs a Checkpointer. `should_log` has no effect: the run logs at its log
     points. Metrics have transformers' names: "loss", "eval_loss".
@@ -38,7 +38,7 @@ class HuggingFaceCallbacks(Handler):
 
     Args:
         callbacks: in the order in which they are called.
-        args: transformers' TrainingArguments, which some callbacks read; they change nothing else.
+        args: transformers' TrainingArguments, which some callbacks read; they have no other effect.
 
     Raises:
         ArgumentTypeError: an object is not a TrainerCallback.

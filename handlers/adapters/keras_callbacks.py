@@ -1,4 +1,4 @@
-"""Callbacks as Keras has them, on our runs."""
+"""Callbacks of Keras, on our runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _HOOKS = (
 class KerasCallbacks(Handler):
     """Calls callbacks written for Keras: classes with methods such as `on_epoch_end(epoch, logs)`.
 
-    Epochs and batches count from 0, as in Keras. `logs` holds the run's newest metrics by Keras's names: "loss" is the
-    loss of the step, or the mean of the epoch, and "val_loss" that of the validation set "val". `self.model` is the
-    module, with `stop_training`, which ends the run when it is set, and `optimizer`.
+    Epochs and batches count from 0, as in Keras. `logs` holds the run's newest metrics under Keras's names: "loss" is
+    the loss of the step, or the mean over the epoch, and "val_loss" that of the validation set "val". `self.model` is
+    the module, with `stop_training`, which ends the run when it is set, and `optimizer`.
 
     >>> class Printer:
     ...     def on_epoch_end(self, epoch, logs=None):

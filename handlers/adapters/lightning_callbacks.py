@@ -26,18 +26,18 @@ _INSTEAD = {
 
 
 class LightningCallbacks(Handler):
-    """Calls callbacks that are written for Lightning: objects with its hooks, such as `on_train_epoch_end`.
+    """Calls callbacks written for Lightning: objects with its hooks, such as `on_train_epoch_end`.
 
     As `trainer` they get an object with what a callback usually reads: `current_epoch`, `global_step`, `max_epochs`,
     `callback_metrics`, `logged_metrics`, `optimizers`, `train_dataloader`, `val_dataloaders`, `loggers`,
     `is_global_zero`, `world_size`, and `should_stop`, which ends the run when it is set. Metrics have our names,
-    "val/loss", and also Lightning's usual ones, "val_loss" and "train_loss". `pl_module` is the model. Anything else
-    that a callback asks of the trainer raises an AttributeError that names it.
+    "val/loss", and also Lightning's usual ones, "val_loss" and "train_loss". `pl_module` is the model. Any other
+    attribute of the trainer raises an AttributeError that names it.
 
     Hooks that are called: on_fit_start, on_train_start, on_train_epoch_start, on_train_batch_start,
     on_before_optimizer_step, on_train_batch_end, on_validation_start, on_validation_epoch_start,
-    on_validation_epoch_end, on_validation_end, on_train_epoch_end, on_train_end, on_fit_end, on_exception; states by
-    state_dict and load_state_dict.
+    on_validation_epoch_end, on_validation_end, on_train_epoch_end, on_train_end, on_fit_end, on_exception. state_dict
+    and load_state_dict save and restore states.
 
     >>> class Stopper:
     ...     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

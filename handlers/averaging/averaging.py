@@ -50,7 +50,7 @@ class Averaging(Handler):
     def attach(self, engine: Engine) -> Self:
         """Average at the cadence, in phase COMPUTE, before a validation that is due at the same point.
 
-        Where no model was given, an average of another model than the last engine's starts from the beginning.
+        If no model was given and this engine has a different model than the last one, the average starts again.
 
         Raises:
             RecordingError: the engine is a replay without weights.

@@ -17,7 +17,7 @@ class EMA(Averaging):
 
     The numbers are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay); buffers are copied
     from the model each time. An average has the dtype of its weights: bfloat16, with 8 significant bits, loses what a
-    decay near 1 adds (precision="bf16" keeps weights in float32). An fp16 update that the device skipped for an
+    decay near 1 adds (precision="bf16" keeps weights in float32). An fp16 update that the device skipped after an
     overflow counts like any other: the same weights are averaged once more.
 
     A checkpoint holds the raw weights as the model's, and the average in this handler's state.

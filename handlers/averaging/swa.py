@@ -34,7 +34,7 @@ class SWA(Averaging):
     A checkpoint holds the raw weights as the model's, and the average in this handler's state.
 
     Args:
-        after_epoch: average from the next epoch on; 0 is from the first. Either this or after_update.
+        after_epoch: average from the next epoch on; 0 means from the first. Pass either this or after_update.
         after_update: average from the next update on.
         every: when to average; by default at the end of each epoch.
         bn_loader: gives tensors, or tuples that begin with one, in any number of passes; usually the training set.
@@ -95,8 +95,8 @@ class SWA(Averaging):
     def applied(self) -> Iterator[None]:
         """In a `with` block, the model has the averaged weights; before the first average it keeps its own.
 
-        Where batch normalisation has not been measured with this average yet, it is now; the pass over bn_loader leaves
-        the random number generators as they were.
+        If the statistics of batch normalisation have not been measured with this average yet, they are measured now;
+        the pass over bn_loader does not change the random number generators.
 
         Raises:
             ConfigurationError: bn_loader is needed and missing, or gave no batch.

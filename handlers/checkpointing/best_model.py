@@ -38,11 +38,11 @@ __all__ = ["BestModel"]
 class BestModel(Handler):
     """Copies the weights to the host after each validation or rollout that was better than all before; NaN never is.
 
-    It keeps the weights that were validated: with EMA or SWA the average, with a schedule-free optimizer its average.
-    For a rollout these are the model's own weights, with which the policy acted. An improvement costs one wait for the
-    device, and two copies are held while it is copied.
+    It keeps the weights that were validated: with EMA, SWA or a schedule-free optimizer, the average.
+    For a rollout, these are the model's own weights, with which the policy acted. An improvement costs one wait for the
+    device, and two copies are in memory while the weights are copied.
 
-    With `restore` the model holds the best weights once the run has COMPLETED, also if it was ended early. They are
+    With `restore`, the model holds the best weights once the run has COMPLETED, even if it ended early. They are
     restored after the last validation and the last checkpoint, so checkpoints hold the weights that training reached.
     If the run continues in this process, it continues with those. A run that fails, or ends without COMPLETED, keeps
     its last weights. An EMA that is still attached validates its own average afterwards; detach it to validate the

@@ -47,25 +47,25 @@ _PREPARED_AFTER = 10  # iterations: by then optimizers have their state, and mem
 class Checkpointer(Handler):
     """Saves the trainer's whole state into `folder/checkpoints` at a cadence, at the run's end, and when preempted.
 
-    One folder holds one run: where there are checkpoints already, a run may resume from one, but not start.
+    One folder holds one run: if it has checkpoints already, a run may resume from one of them, but not start.
 
     Args:
         folder: the run folder, or a URL that fsspec supports, such as "s3://bucket/runs/a".
-        every: when to save; by default after each epoch. "auto" saves as often as costs at most 3.5% of the iterations'
-            time, by `SaveInterval`: when it saves then depends on the clock, and differs when the run is repeated.
+        every: when to save; by default after each epoch. "auto" saves as often as possible for at most 3.5% of the
+            iterations' time, by `SaveInterval`: the saves then depend on the clock, and differ when a run is repeated.
         keep_last: how many of the newest to keep.
         keep_best: how many of the best by `metric` to keep.
         metric: of validations, such as "val/loss", or of rollouts, such as "rollout/return": decides which checkpoint
             is the best; None for no best.
-        mode: whether "min" or "max" of the metric is best; by default as it or its name says. NaN is never best.
+        mode: whether the "min" or "max" of the metric is best; by default as it or its name says. NaN is never best.
         name: labels the checkpoints' folders.
         at_end: save once more when the run ends, and when it is preempted.
         background: copy the state and continue, while a thread writes the copy, which needs as much host memory as the
             state. CHECKPOINT_SAVED is fired after the iteration in which the writing ended, which differs from run to
-            run. A save waits for the one before it, and the run's end for the last. Checkpoints at the end, when
+            run. A save waits for the previous one, and the run's end for the last. Checkpoints at the end, when
             preempted and by `save` are written at once.
-        form: of the files with the state: "torch", or "safetensors", whose arrays other tools read. By default
-            "safetensors" where the backend computes with values, as JaxBackend does, else "torch". A run resumes from
+        form: of the files with the state: "torch", or "safetensors", whose arrays other tools can read. By default
+            "safetensors" if the backend computes with values, as JaxBackend does, otherwise "torch". A run resumes from
             either.
         clock: seconds, never running backwards; for "auto".
 
@@ -178,7 +178,7 @@ class Checkpointer(Handler):
 
     @property
     def plan(self) -> tuple[object, ...]:
-        """When it saves; processes whose plans are equal can share what each of them alone knows."""
+        """When it saves; processes whose plans are equal can share the state that only each of them has."""
         return self.every, self.at_end
 
     def lead(self, engine: Engine) -> None:
@@ -187,7 +187,7 @@ class Checkpointer(Handler):
         self.attach(engine)
 
     def follow(self, engine: Engine) -> None:
-        """Instead of `attach`, in a process for which the main one saves: tell it what this one alone knows."""
+        """Instead of `attach`, in a process for which the main one saves: send it the state of this process."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._cadence.subscribe(subscribe, self._tell, self._flag_of(engine), is_main=False)
             if self.at_end:
@@ -203,7 +203,7 @@ class Checkpointer(Handler):
 
     @property
     def mode(self) -> Mode | None:
-        """Whether "min" or "max" is best; None as long as that was not given and this is not attached."""
+        """Whether "min" or "max" is best; None if it was not given and this is not attached yet."""
         return self._ranking.mode
 
     @property
@@ -217,7 +217,7 @@ class Checkpointer(Handler):
         return self._background is not None and self._background.writing
 
     def save(self, engine: SavedEngine, name: str | None = None, is_best: bool = False) -> Location:
-        """Save now, independently of the cadence and the ranking; of several processes, the main one saves for all.
+        """Save now, independently of the cadence and the ranking; with several processes, the main one saves for all.
 
         Args:
             engine: whose state to save.
@@ -225,10 +225,10 @@ class Checkpointer(Handler):
             is_best: let `manager.get_best()` return this checkpoint; with a metric, until the next save is ranked.
 
         Raises:
-            OSError: it could not be written; older checkpoints are as they were.
+            OSError: it could not be written; older checkpoints are unchanged.
             CheckpointError: the state holds something that could not be loaded again; the message names it.
             RuntimeError: called in the middle of a step.
-            RunFolderError: another run owns the folder, such as that of the process that this one was forked from.
+            RunFolderError: another run owns the folder, such as that of the process from which this one was forked.
         """
         label = name or self.name
         if not ranks().is_main and self._writer.control is None:
@@ -271,10 +271,10 @@ class Checkpointer(Handler):
         self.saved_at, self._saved_on = state["saved_at"], state.get("saved_on")
 
     def refuse_another_run(self) -> None:
-        """Reject starting a run where checkpoints of another run are, or of this trainer's last one.
+        """Refuse to start a run in a folder with checkpoints of another run, or of this trainer's last run.
 
         Raises:
-            RunFolderError: there are some.
+            RunFolderError: the folder has such checkpoints.
         """
         if set(find_checkpoints(self.manager.checkpoint_dir)) - self._first:
             raise holds_another_run("Checkpointer", self.folder)

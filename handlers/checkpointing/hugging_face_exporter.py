@@ -43,22 +43,22 @@ class HuggingFaceExporter(Handler):
     """Writes FOLDER/pretrained/last at a cadence and at the run's end, and FOLDER/pretrained/best by a metric.
 
     Each is a folder of `save_pretrained`, with the tokenizer and a file export.json that names the iteration. A folder
-    is replaced as a whole: readers and crashes find the old or the new one. An export that fails costs a warning and
-    that export, not the run. "last" has the weights that were trained, "best" those that were validated: with EMA or
+    is replaced as a whole: readers see the old or the new one, also after a crash. If an export fails, a warning says
+    so, and the run continues. "last" has the weights that were trained, "best" those that were validated: with EMA or
     SWA the average.
 
-    Of a model with adapters of peft, `merge` writes the model with the adapters added to its weights, for which the
-    whole model is copied to the host. Otherwise the adapters alone are written, which are small.
+    For a model with peft adapters, `merge` writes the model with the adapters added to its weights; for this, the
+    whole model is copied to the host. Otherwise, only the adapters are written, which are small.
 
-    If several processes hold one sharded model, each of them has to have this handler: all gather the weights, tensor
+    If several processes hold one sharded model, each of them needs this handler: all gather the weights, tensor
     by tensor, and the main one, whose host holds them all, writes. Adapters of a sharded model cannot be merged here;
-    `pulsetrain export` does it afterwards.
+    `pulsetrain export` does that afterwards.
 
     Args:
         folder: the run folder, on this machine.
         every: when to write "last"; None for only the end of the run.
-        tokenizer: with a method `save_pretrained`, or the folder of one; None for none.
-        merge: whether adapters are merged; models without adapters are written whole in any case.
+        tokenizer: an object with a method `save_pretrained`, or the folder of a tokenizer; None for no tokenizer.
+        merge: whether adapters are merged; models without adapters are written as a whole in any case.
         metric: of validations or rollouts, such as "val/loss": decides when "best" is written; None for no "best".
         mode: whether smaller ("min") or larger ("max") is better; by default as the metric or its name says.
 
@@ -107,7 +107,7 @@ class HuggingFaceExporter(Handler):
 
     @property
     def plan(self) -> tuple[object, ...]:
-        """What it writes and when; the processes of a sharded model need equal ones."""
+        """What it writes and when; the processes of a sharded model need equal plans."""
         return self.every, self.merge, self.metric, self.mode
 
     def attach(self, engine: Engine) -> Self:
@@ -147,7 +147,7 @@ class HuggingFaceExporter(Handler):
         return self
 
     def state_dict(self) -> dict[str, object]:
-        """The best value and its iteration; the weights are in the exported folder alone."""
+        """The best value and its iteration; the weights are only in the exported folder."""
         return {"best_value": self.best_value, "best_iteration": self.best_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

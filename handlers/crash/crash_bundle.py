@@ -50,28 +50,28 @@ _ITERATED = Events.ITERATION_COMPLETED.value
 class CrashBundle(Handler):
     """Writes FOLDER/crash/iteration-NUMBER when the run raises: `read_bundle` or `pulsetrain debug` opens it.
 
-    It holds the traceback with shapes and numbers among the local variables, the failing batch (loadable with
+    It holds the traceback with the shapes and numbers in local variables, the failing batch (loadable with
     weights_only), its rows of the dataset, the last events as a log, norms and NaN counts of weights, gradients and
-    optimizer state, versions and settings. Of environment variables it holds a short list by name, and of local
-    variables never a text.
+    optimizer state, versions and settings. It holds only a short list of environment variables by name, and never the
+    texts in local variables.
 
-    If an allocation has failed, it also holds what the run held by component, an estimate of what a training step needs
-    by phase and module, which allocates nothing, and the change with which that fits. On CUDA it holds torch's
+    If an allocation has failed, it also holds the run's memory by component, an estimate of what a training step needs
+    by phase and module, which allocates nothing, and a change with which the step fits. On CUDA, it holds torch's
     memory_summary and, if torch records it, the allocator's history.
 
-    It never raises, and the exception only gets notes that name the bundle and such a change. Parts that cannot be read
-    any more, such as tensors on a device that failed, are listed as missing. A PulsetrainError, which says what to
-    correct, leaves no bundle, unless a value was wrong after the first iteration, where it may be that of one batch;
-    nor do Ctrl-C and exits.
+    It never raises; the exception only gets notes that name the bundle and such a change. Parts that can no longer be
+    read, such as tensors on a device that failed, are listed as missing. A PulsetrainError, which says what to
+    correct, leaves no bundle, unless a value was wrong after the first iteration: it may be the value of one batch.
+    Ctrl-C and exits leave no bundle either.
 
-    With an EventRecorder among the trainer's handlers, the events are the last ones of its log. Otherwise the handler
-    keeps them itself, without METRICS_LOGGED, MEDIA_LOGGED and the events of each iteration but ITERATION_COMPLETED.
+    If the trainer has an EventRecorder, the events are the last ones of its log. Otherwise, the handler itself keeps
+    them, without METRICS_LOGGED, MEDIA_LOGGED and the events of each iteration other than ITERATION_COMPLETED.
 
     Args:
         folder: the run folder.
-        events: how many of the last ones.
+        events: how many of the last events.
         faults: what a bundle is written for: "exception_raised", "anomaly_detected", or the events themselves.
-        at_most: bundles per process, since anomalies may come at each step.
+        at_most: bundles per process, since anomalies may occur at each step.
 
     Raises:
         ConfigurationError: a number below 1, or another event.
@@ -123,7 +123,7 @@ class CrashBundle(Handler):
     def attach(self, engine: Engine) -> Self:
         """Wait for a failure of the engine, or of one inside its run such as the evaluator.
 
-        Where the folder cannot be written, a warning says so, and the run continues without the handler.
+        If the folder cannot be written, a warning says so, and the run continues without the handler.
 
         Raises:
             RecordingError: it is a replay, which has no process to look into.

@@ -30,16 +30,17 @@ class HangWatchdog(Handler):
     """Writes the stacks of all threads to FOLDER/hang-TIME.txt when a run fires no event for this many seconds.
 
     A thread reads the number of the bus's last event at intervals: an event costs nothing more. Every event of every
-    engine on the bus is a sign of life, whether or not anything subscribes to it, and those of a validation too. So is
-    each piece of a checkpoint that is written or read. Outside of runs no event is expected. Time in which the process
+    engine on the bus is a sign of life, whether or not anything subscribes to it, validation events included. So is
+    each piece of a checkpoint that is written or read. Outside runs, no event is expected. Time in which the process
     was stopped or the machine slept does not count.
 
-    A hang is reported once, by a warning; another one after events have been fired in between. This works as long as
+    A hang is reported once, by a warning; the next one is reported if events were fired in between. This works if
     the code that hangs has released Python's global lock, as waiting for a device, a lock, a file or the network does.
 
     Args:
         folder: the run folder.
-        seconds: without an event; longer than the slowest step, including first batches and compilation.
+        seconds: time without an event; choose more than the slowest step takes, including first batches and
+            compilation.
         policy: what follows the report. "report": nothing. "stop": the run ends at the next safe point, as after
             `terminate()`, if it reaches one. "exit": the process ends at once with status 75, without a checkpoint.
         clock: seconds, never running backwards.
@@ -83,10 +84,10 @@ class HangWatchdog(Handler):
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Watch the runs of one engine, or of all engines of a bus.
 
-        Where the folder cannot be written, a warning says so, and the run continues without the handler.
+        If the folder cannot be written, a warning says so, and the run continues without the handler.
 
         Raises:
-            RecordingError: it is a replay's.
+            RecordingError: the engine or bus is a replay's.
         """
         with self._attachment.to(engine_or_bus, needed=False) as subscribe:
             reject_replay("HangWatchdog", engine_or_bus, "process that trains")

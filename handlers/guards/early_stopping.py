@@ -24,14 +24,14 @@ _VALIDATION = "validation"
 
 
 class EarlyStopping(Handler):
-    """Terminates the engine after `patience` validations or rollouts without an improvement; NaN never is one.
+    """Terminates the engine after `patience` validations or rollouts without an improvement; NaN is never one.
 
-    It also works without an engine: `if stopping.step(loss): break`. `is_best` is whether that loss was the best yet.
+    It also works without an engine: `if stopping.step(loss): break`. `is_best` says whether that loss was the best yet.
 
     Args:
         metric: its name in VALIDATION_COMPLETED, such as "val/loss" (or "val_loss"), or in ROLLOUT_COMPLETED or
-            POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
-        patience: validations or rollouts in a row.
+            POLICY_UPDATED, such as "rollout/return": rollouts without it are ignored.
+        patience: this many validations or rollouts in a row.
         mode: whether smaller ("min") or larger ("max") is better; by default as the metric or its name says.
         min_delta: an improvement is larger than this.
 

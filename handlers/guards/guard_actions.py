@@ -120,7 +120,7 @@ class _Rewindable(Protocol):
 
 
 class Guard(Handler):
-    """Base class of guards. After its report, one continues, stops the run, or rewinds it to a checkpoint.
+    """Base class of guards. After its report, a guard continues, stops the run, or rewinds it to a checkpoint.
 
     Args:
         policy: "stop", "rewind", or the guard's name for continuing.

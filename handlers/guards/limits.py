@@ -20,19 +20,19 @@ _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")  # SLURM's notation, days
 
 
 class TimeLimit(Handler):
-    """Terminates the engine after the first iteration at which its time is used up.
+    """Terminates the engine after the first iteration at which its time has run out.
 
-    Time counts from STARTED. Use `margin` for what a process does before that, such as importing, and after the last
-    iteration, such as a last checkpoint. `TimeLimit("24h", margin="10m", of="process")` ends each job of a queue in
-    time; the next job continues with `train(resume="latest")`. A run that is rewound to a checkpoint does not get back
-    the time that it used after it.
+    Time counts from STARTED. Use `margin` for the time that a process needs before that, as for imports, and after the
+    last iteration, as for a last checkpoint. `TimeLimit("24h", margin="10m", of="process")` ends each job of a queue in
+    time; the next job continues with `train(resume="latest")`. A run that is rewound to a checkpoint does not regain
+    the time that it used after that checkpoint.
 
     Args:
-        seconds: or text, such as "2h30m", "90s", "1d12h", or SLURM's "HH:MM:SS" and "D-HH:MM:SS".
+        seconds: a number, or text such as "2h30m", "90s", "1d12h", or SLURM's "HH:MM:SS" and "D-HH:MM:SS".
         margin: end this much earlier; seconds or text.
         of: whose time. "run" adds that of earlier processes, up to their last checkpoint; "process" does not.
         clock: seconds, never running backwards; by default the times of the events, from the host's wall clock, so
-            that a replay of the run ends where the run did.
+            that a replay ends where the run did.
 
     Raises:
         ConfigurationError: not a duration, one that is not positive, or a margin that leaves no time.
@@ -117,7 +117,7 @@ class TimeLimit(Handler):
 
 
 class StepLimit(Handler):
-    """Terminates the engine after this many more iterations or updates, whichever come first.
+    """Terminates the engine after this many more iterations or updates, whichever comes first.
 
     The count starts at STARTED: a run that continues from a checkpoint makes as many again. A run that
     `Trainer.rewind` returns to a checkpoint keeps its count.

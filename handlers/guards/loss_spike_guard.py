@@ -34,26 +34,26 @@ class LossSpikeGuard(Guard):
     """Reports each loss above `median + threshold * spread` of the last `window` losses.
 
     The spread is 1.4826 times their median absolute deviation, and at least a thousandth of the median: neither a few
-    spikes nor a flat stretch move the bound. A loss that is not finite is a spike. Spikes do not enter the window until
-    `patience` finite ones came in a row: then the loss has another level, and the window starts from there.
+    spikes nor a flat stretch moves the bound. A loss that is not finite is a spike. Spikes do not enter the window
+    until there are `patience` finite ones in a row: then the loss has a new level, and the window starts from there.
 
     The losses stay on the device until the host checks them: at the cadence, at the end of each epoch and of the run.
     The first spike of each row is reported by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with
     the dataset rows of its batch; `spikes` counts them all. Median and spread are computed again with every tenth of
-    the window. Where several processes train together, a loss is the mean of theirs, the rows are each one's own, and
+    the window. If several processes train together, a loss is the mean of their losses, each reports its own rows, and
     the policy has to be "warn".
 
     Args:
         threshold: how many spreads above the median.
         window: number of losses.
         policy: what follows: "warn" continues, "stop" ends the run, "rewind" returns to the newest checkpoint before
-            the first spike and leaves the batches of the spikes out from then on.
+            the first spike and leaves out the batches of the spikes from then on.
         every: when the host checks.
         patience: this many spikes in a row are a new level.
         margin: batches before the first spike that "rewind" leaves out as well; the cause may be the update of the
-            batch before.
+            previous batch.
         max_rewinds: per run; the next one ends it.
-        metric: which of the step's values, "loss" or another of its output.
+        metric: which of the step's values to watch, "loss" or another of its output.
         clock: seconds, for `Every(seconds=...)`.
 
     Raises:
@@ -188,7 +188,7 @@ class LossSpikeGuard(Guard):
         return False
 
     def steps(self, losses: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Judge many losses, without an engine: as `step` judges each, and about ten times faster where few are spikes.
+        """Judge many losses, without an engine: as `step` judges each, and about ten times faster if few are spikes.
 
         >>> losses = np.array([1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1, 50.0, 1.0])
         >>> LossSpikeGuard(window=8).steps(losses).nonzero()[0]

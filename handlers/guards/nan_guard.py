@@ -41,19 +41,19 @@ class _SkipsUpdates(Protocol):
 class NaNGuard(Guard):
     """Skips every update whose gradient holds NaN or infinity; nothing waits for the device.
 
-    A skipped update leaves the weights and the optimizer as they were, and also the model's floating-point buffers,
-    such as the running means of a BatchNorm, which the forward pass has changed already. The host checks at the
-    cadence, at the end of each epoch and of the run. It then reports each skipped update by a warning and
+    A skipped update does not change the weights and the optimizer. It also restores the model's floating-point buffers,
+    such as the running means of a BatchNorm, which the forward pass has already changed. The host checks at the
+    cadence, at the end of each epoch and at the end of the run. It then reports each skipped update by a warning and
     ANOMALY_DETECTED (kind "nan_gradient", value the norm), with the dataset rows of its batches, and lists those rows
     that hold a number that is not finite.
 
-    On a device this needs the fused kernels of Adam, AdamW and SGD, which `create_optimizer` chooses there. For other
-    optimizers the host decides about each update, and waits for the device. With fp16 a skipped update also lowers the
-    gradient scale, as an overflow does.
+    On a device, this needs the fused kernels of Adam, AdamW and SGD, which `create_optimizer` chooses there. For other
+    optimizers, the host decides about each update, and waits for the device. With fp16, a skipped update also lowers
+    the gradient scale, as an overflow does.
 
     Args:
         policy: what follows: "skip" continues, "stop" ends the run, "rewind" returns to the newest checkpoint before
-            the update and leaves its batches out from then on.
+            the update and leaves out its batches from then on.
         every: when the host checks.
         max_in_a_row: this many skipped updates in a row end the run, whatever the policy.
         max_rewinds: per run; the next one ends it.

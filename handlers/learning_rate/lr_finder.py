@@ -75,8 +75,8 @@ class LRFinderResult:
     """The result of a sweep, one entry per update.
 
     Args:
-        rates: of a group that has the optimizer's default rate, ascending.
-        losses: of the update's batches, before the update.
+        rates: those of a group that has the optimizer's default rate, ascending.
+        losses: those of the batches of each update, before the update.
         smoothed: their running mean, which decides when the sweep ends.
         suggestion: the rate at which the loss falls fastest; None if `reason` says why there is none.
         reason: empty if there is a suggestion.
@@ -97,14 +97,14 @@ class LRFinder(Handler):
     `run(trainer)` returns the result; an attached finder runs before a run's first batch and logs it. Afterwards the
     trainer is bit for bit what it was before: its handlers have received no event, and its rate has not changed.
 
-    Parameter groups keep their ratios. Accumulation, clipping and precision are the trainer's; the data is repeated.
+    Parameter groups keep their ratios. Accumulation, clipping and precision are the trainer's; the data are repeated.
 
     Args:
         start_lr: the first rate.
-        end_lr: the last.
+        end_lr: the last rate.
         iterations: updates; the rates lie evenly on a logarithmic scale.
-        smoothing: weight of the past in the running mean of the losses, from 0 to below 1; the first ten weigh the
-            same.
+        smoothing: weight of the past in the running mean of the losses, from 0 to below 1; the first ten losses have
+            equal weight.
         diverge: the sweep ends when the smoothed loss is this many times the smallest so far (without the first
             updates, which depend on single batches), or when a loss is not finite.
         folder: the run folder; FOLDER/plots/lr_finder.png and .svg are written there.
@@ -167,7 +167,7 @@ class LRFinder(Handler):
 
         Raises:
             TypeError: it is not a trainer.
-            ConfigurationError: it has several optimizers, or its steps are made by a hand-written loop, or the loader
+            ConfigurationError: it has several optimizers, its steps are made by a hand-written loop, or the loader
                 cannot be copied.
             RunFolderError: the folder cannot be written.
         """

@@ -20,12 +20,12 @@ __all__ = ["LRMonitor"]
 class LRMonitor(Handler):
     """Fires METRICS_LOGGED with the rates of the last update: "learning_rate", or one for each group.
 
-    Several groups are "learning_rate/NAME" by their "name", where all names differ; else "learning_rate/0" and so on.
-    In a replay it is always the number, since a log holds no names.
+    With several groups, it is "learning_rate/NAME" if each has a different "name", otherwise "learning_rate/0" and so
+    on. In a replay it is always the number, since a log holds no names.
 
     Args:
         every: when to publish.
-        momentum: publish each group's momentum as well, "momentum" or "momentum/..."; of Adam and its like, beta1.
+        momentum: publish each group's momentum as well, "momentum" or "momentum/..."; for Adam and the like, beta1.
         weight_decay: publish each group's weight decay as well.
 
     Raises:

@@ -35,13 +35,13 @@ class LRScheduler(Handler):
     """Follows a schedule: the first update uses `get_lr(0)`, the one after n others `get_lr(n)`.
 
     A schedule of this package gives the rate of the groups that have the optimizer's default rate; other groups keep
-    their ratio to it. A torch scheduler is stepped. An fp16 update that the device skipped for an overflow counts like
-    any other.
+    their ratio to it. A torch scheduler is stepped. An fp16 update that the device skipped after an overflow counts
+    like any other.
 
     Args:
         schedule: one of `pulsetrain.engine.schedules`, or a torch LRScheduler.
-        optimizer: by default the engine's, or the torch scheduler's; of an engine that has several, the name of one.
-        by: what a step of the schedule is: an update, an epoch or an iteration.
+        optimizer: by default the engine's, or the torch scheduler's; if the engine has several, the name of one.
+        by: what counts as a step of the schedule: an update, an epoch or an iteration.
 
     Raises:
         TypeError: the schedule is neither; or it is a ReduceLROnPlateau, which follows a metric.
@@ -138,7 +138,7 @@ class LRScheduler(Handler):
         """Continue from a saved state.
 
         Raises:
-            CheckpointError: the state is that of another schedule.
+            CheckpointError: the state belongs to a different schedule.
         """
         saved = dict(state["schedule"])
         if isinstance(self.schedule, TorchLRScheduler):

@@ -38,18 +38,18 @@ class ReduceLROnPlateau(Handler):
     It gives the numbers of torch.optim.lr_scheduler.ReduceLROnPlateau, bit for bit, with rounds in place of epochs:
     validations or rollouts. NaN is never an improvement.
 
-    Together with an LRScheduler over a schedule of this package, each update runs at the schedule's rate times the
-    rate that torch's would have made of 1.0: with `Warmup(...)`, the rate warms up and then falls by the metric. A
-    torch scheduler sets the rates itself and may undo the factor, so it is rejected.
+    Together with an LRScheduler over a schedule of this package, each update uses the schedule's rate times the rate
+    to which torch's would have reduced 1.0: with `Warmup(...)`, the rate warms up and then falls by the metric. A
+    torch scheduler itself sets the rates and may undo the factor, so it is rejected.
 
     Args:
         metric: its name in VALIDATION_COMPLETED, such as "val/loss" (or "val_loss"), or in ROLLOUT_COMPLETED or
-            POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
+            POLICY_UPDATED, such as "rollout/return": rollouts without it are ignored.
         factor: at least 0, below 1.
         patience: rounds in a row that may pass without an improvement; the next one lowers the rates.
         mode: whether smaller ("min") or larger ("max") is better; by default as the metric or its name says.
-        threshold: an improvement is larger than this, by `threshold_mode` a share of the best value or absolute.
-        threshold_mode: "rel" or "abs".
+        threshold: an improvement is larger than this; `threshold_mode` says whether it is a share of the best value.
+        threshold_mode: "rel" (a share) or "abs" (absolute).
         cooldown: rounds after a reduction that do not count.
         min_lr: a lower bound of the rates; 0 with an LRScheduler, whose schedule has its own lowest rate.
         optimizer: by default the engine's.
@@ -107,7 +107,7 @@ class ReduceLROnPlateau(Handler):
     def attach(self, engine: Engine) -> Self:
         """Judge each validation or rollout of the engine, in phase ACT.
 
-        It is checked here against the LRSchedulers of the engine, and again when the run starts: one may be new.
+        It is checked here against the LRSchedulers of the engine, and again when the run starts: there may be new ones.
 
         Raises:
             ConfigurationError: no optimizer was given and the engine has none; the trainer never validates; or there is

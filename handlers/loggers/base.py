@@ -27,14 +27,14 @@ Status = Literal["finished", "interrupted", "failed"]
 
 
 class MetricLogger(Handler):
-    """Receives what is measured in a run. A subclass writes it somewhere.
+    """Receives the values that are measured in a run. A subclass writes them somewhere.
 
     A subclass overrides `log_metrics`, and any of the other methods without an underscore. They are called on the
     training thread. Several loggers of one engine are independent of each other.
 
     Args:
         every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
-        hyperparameters: further ones beside the fields of `engine.config`, by name.
+        hyperparameters: further ones in addition to the fields of `engine.config`, by name.
         clock: seconds, for `Every(seconds=...)`.
         on_error: "warn" logs one warning when writing fails, and the run continues; "raise" ends the run.
 
@@ -104,7 +104,7 @@ class MetricLogger(Handler):
         """Called by `attach`; raises if the destination cannot be used."""
 
     def open(self, engine: Engine) -> None:
-        """A run starts or resumes, or a value was measured outside of a run."""
+        """A run starts or resumes, or a value was measured outside a run."""
 
     def log_hyperparameters(self, values: Mapping[str, Plain]) -> None:
         """Called after `open`: the settings by full name, such as "optimizer_options.momentum"; may be empty."""
@@ -130,7 +130,7 @@ class MetricLogger(Handler):
         """The run has ended; `open` may follow for another one."""
 
     def begin_again(self) -> None:
-        """A run that was killed before its first checkpoint starts again: discard what it has logged."""
+        """A run that was killed before its first checkpoint starts again: discard what was logged."""
 
     # For subclasses to use.
 

@@ -33,14 +33,14 @@ class ConsoleLogger(MetricLogger):
     """Writes a line for each METRICS_LOGGED, validation, rollout and POLICY_UPDATED, and for a run's start and end.
 
     The first line of a trainer's run names the optimizer, with its rate, momentum and weight decay, and the seed.
-    On a bus each line names its engine. Lines do not break a tqdm bar on the same stream. structlog renders them; its
-    global configuration is neither read nor changed.
+    On a bus, each line names its engine. Lines do not break a tqdm bar on the same stream. structlog renders the lines;
+    its global configuration is neither read nor changed.
 
     Args:
         every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
         format: "key_value" with floats to 4 significant digits, or "json" with exact ones (NaN and infinities as the
             strings "NaN", "Infinity", "-Infinity").
-        stream: by default stderr, as it is when attaching.
+        stream: by default stderr at the time of attaching.
         clock: seconds, for `Every(seconds=...)`.
         on_error: "raise" ends the run when a line cannot be written, "warn" continues.
 

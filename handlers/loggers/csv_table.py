@@ -21,9 +21,9 @@ class CSVLogger(TextFileLogger[_Cells]):
     """Keeps FOLDER/metrics.csv: a row for each iteration that logs metrics or a rollout, and for each validation.
 
     The columns are iteration, epoch, and one for each metric in the order in which they first appeared; floats are
-    exact. What an engine logs at one iteration in several events is in one row, unless a value has changed. Each row is
-    handed to the operating system before the run continues. A run that resumes continues the table: what was
-    written after its checkpoint is removed first, and written again.
+    exact. Values that an engine logs at one iteration in several events are in one row, unless a value has changed.
+    Each row is handed to the operating system before the run continues. A run that resumes continues the table: rows
+    that were written after its checkpoint are removed first, and written again.
 
     Args:
         folder: the run folder.

@@ -28,16 +28,16 @@ class MLflowLogger(ServiceLogger):
     """Logs to a run of MLflow: metrics by iteration, hyperparameters as parameters, texts and pictures as artifacts.
 
     Figures, histograms and matrices become images. A run that resumes from a checkpoint continues the same run of
-    MLflow, which keeps what was logged after the checkpoint beside what is logged again. For a service that is down or
-    slow see `ServiceLogger`. MLflow by default retries a request for minutes, and draws from Python's generator for it:
-    unless they are set, the constructor sets MLFLOW_HTTP_REQUEST_MAX_RETRIES=0 and MLFLOW_HTTP_REQUEST_TIMEOUT=10
-    (seconds) for this process.
+    MLflow, which keeps the values logged after the checkpoint in addition to those that are logged again. If a service
+    is down or slow, see `ServiceLogger`. By default, MLflow retries a request for minutes, and draws from Python's
+    generator for that: unless they are set, the constructor sets MLFLOW_HTTP_REQUEST_MAX_RETRIES=0 and
+    MLFLOW_HTTP_REQUEST_TIMEOUT=10 (seconds) for this process.
 
     Args:
-        tracking_uri: such as "http://host:5000" or "sqlite:///mlflow.db"; by default MLFLOW_TRACKING_URI, else
+        tracking_uri: such as "http://host:5000" or "sqlite:///mlflow.db"; by default MLFLOW_TRACKING_URI, otherwise
             FOLDER/mlflow.db with FOLDER/mlflow, and without a folder MLflow's own default.
-        experiment: its name; created if missing. By default MLFLOW_EXPERIMENT_NAME, else "pulsetrain".
-        run_name: by default the run folder's name, else "run-" and the start of the key.
+        experiment: its name; created if missing. By default MLFLOW_EXPERIMENT_NAME, otherwise "pulsetrain".
+        run_name: by default the run folder's name, otherwise "run-" and the start of the key.
         folder: the run folder.
         every, hyperparameters, room, flush_seconds, clock, on_error: see `ServiceLogger`.
 

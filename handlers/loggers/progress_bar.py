@@ -61,7 +61,7 @@ class ProgressBar(Handler):
     carriage returns.
 
     Args:
-        stream: by default stderr, as it is when the run starts.
+        stream: by default stderr at the start of the run.
         interval: seconds between two plain lines.
         clock: seconds, for the interval and for how often the bar is drawn: ten times a second at most.
         on_error: "raise" ends the run when the stream cannot be written, "warn" continues.

@@ -1,4 +1,4 @@
-"""Says what is trained when a run starts, and what was reached when it ends."""
+"""Describes what is trained when a run starts, and the results when it ends."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RunSummary(Handler):
     """Writes a few lines when a run starts and when it has ended; a Trainer has one by default.
 
     At the start: device, precision, parameters, optimizer, schedule, data, length and seed. At the end: how long the
-    run took, why it ended, the metrics with their best values, where the best checkpoint is, and what can be done next.
+    run took, why it ended, the metrics with their best values, where the best checkpoint is, and possible next steps.
 
     Args:
-        stream: by default stderr, as it is when the run starts; in a notebook, which marks stderr as errors, stdout.
+        stream: by default stderr at the start of the run; in a notebook, which marks stderr as errors, stdout.
         ending: whether to name the run folder, and to write lines at the end; `pulsetrain train` does so itself.
         on_error: "raise" ends the run when the stream cannot be written, "warn" continues.
 

@@ -60,12 +60,12 @@ class ServiceLogger(MetricLogger):
     """Logs to a service: the training thread makes entries, and another thread sends them.
 
     A subclass defines `connect`. Training never waits for a service that is down or slow: entries wait, up to `room`;
-    beyond it the oldest are lost. An outage is reported by one warning and one HANDLER_FAILED when it starts, and by a
-    warning when it ends. The end of a run waits at most `flush_seconds`.
+    beyond that, the oldest are lost. An outage is reported by one warning and one HANDLER_FAILED when it starts, and by
+    a warning when it ends. The end of a run waits at most `flush_seconds`.
 
     Args:
         every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
-        hyperparameters: further ones beside the fields of `engine.config`, by name.
+        hyperparameters: further ones in addition to the fields of `engine.config`, by name.
         room: bytes that may wait for the service.
         flush_seconds: how long the end of a run waits for unsent entries.
         clock: seconds, for `Every(seconds=...)`.

@@ -23,13 +23,13 @@ class TensorBoardLogger(MetricLogger):
     """Writes FOLDER/tensorboard: scalars, texts, images and histograms by iteration, and the hyperparameters.
 
     Figures and matrices become images. Values reach the disk within `flush_seconds`, and when the run ends. A run
-    that resumes from a checkpoint hides what was written for later iterations.
+    that resumes from a checkpoint hides the values written for later iterations.
 
     Args:
         folder: the run folder.
         every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
-        hyperparameters: further ones beside the fields of `engine.config`, by name.
-        flush_seconds: between two writes to the disk.
+        hyperparameters: further ones in addition to the fields of `engine.config`, by name.
+        flush_seconds: time between two writes to the disk.
         clock: seconds, for `Every(seconds=...)`.
         on_error: "warn" logs one warning when writing fails, and the run continues; "raise" ends the run.
 

@@ -1,4 +1,4 @@
-"""Loggers to files of lines, which a killed run may have cut short and which a full disk must leave whole."""
+"""Loggers to files of lines, which a killed run may have cut short and which a full disk must not damage."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class TrackioLogger(ServiceLogger):
     """Logs to a run of Trackio by iteration: on this machine, in TRACKIO_DIR, or to a server.
 
     Figures and matrices become images. A run that resumes from a checkpoint continues the same run of Trackio, which
-    keeps what was logged after the checkpoint beside what is logged again. For a server that is down or slow see
-    `ServiceLogger`. Trackio prints on stdout where it writes.
+    keeps the values logged after the checkpoint in addition to those that are logged again. If a server is down or
+    slow, see `ServiceLogger`. Trackio prints to stdout where it writes.
 
     Args:
         project: its name.

@@ -23,13 +23,14 @@ class WandbLogger(ServiceLogger):
     """Logs to a run of Weights & Biases, online or into FOLDER/wandb: all values by "iteration".
 
     Texts become HTML, figures and matrices become images. A run that resumes from a checkpoint continues the same run,
-    which keeps what was logged after the checkpoint beside what is logged again. A process of wandb uploads, and keeps
-    what it cannot upload in FOLDER/wandb for `wandb sync`. For a service that is down or slow see `ServiceLogger`.
+    which keeps the values logged after the checkpoint in addition to those that are logged again. A process of wandb
+    uploads the values, and keeps those that it cannot upload in FOLDER/wandb for `wandb sync`. If a service is down or
+    slow, see `ServiceLogger`.
 
     Args:
         project: its name.
         folder: the run folder.
-        mode: "online", or "offline" for no network access; by default WANDB_MODE, else online.
+        mode: "online", or "offline" for no network access; by default WANDB_MODE, otherwise "online".
         run_name: by default the run folder's name.
         every, hyperparameters, room, flush_seconds, clock, on_error: see `ServiceLogger`.
 

@@ -43,20 +43,20 @@ class Alert(Handler):
     receives it as the body of a POST.
 
     A separate thread sends the alerts one after the other. Only the end of the run waits for them, for at most
-    `timeout` seconds in all. An alert that fails, or finds 100 others waiting, is lost; the first loss is logged. A
-    replay sends no alerts, unless asked to. A run that returns to a checkpoint has not terminated.
+    `timeout` seconds in all. An alert is lost if it fails or if 100 others are waiting; the first loss is logged. A
+    replay sends no alerts, unless `in_replay` is set. A run that returns to a checkpoint has not terminated.
 
     Args:
         command: the program and its arguments, such as ["notify-send", "training"].
         webhook: an address that begins with https:// or http://; messages show only its host.
-        events: those that send an alert.
+        events: the events that send an alert.
         timeout: seconds that one command or one request may take, and that the end of the run waits.
         in_replay: also send alerts in a replay.
 
     Raises:
         ConfigurationError: neither command nor webhook is given, the command is a string, the address has another
             scheme, there are no events, or the timeout is not positive.
-        TypeError: an event is not an event.
+        TypeError: an item of `events` is not an event.
 
     >>> import sys
     >>> engine = Engine(lambda engine, batch: None)

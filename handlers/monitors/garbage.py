@@ -19,14 +19,14 @@ class Garbage(Handler):
 
     Automatic collection happens in the middle of a step, and in a distributed run at a different step on each process,
     while all the others wait. Objects that exist at the start are frozen, so that no collection visits them. When the
-    run ends, in whatever way, and on `detach()`, the collector is restored; while an interrupted run pauses it stays
-    off.
+    run ends, in whatever way, and on `detach()`, the collector is restored; while an interrupted run is paused, it
+    stays off.
 
-    Memory that only the collector frees, of objects that refer to each other, is held until the next collection.
+    Memory that only the collector can free, of objects that refer to each other, is held until the next collection.
 
     Args:
         every: when to collect; several cadences may be joined by `|`.
-        generation: up to which one; 2 is everything.
+        generation: up to which generation to collect; 2 is everything.
 
     Raises:
         TypeError: the cadence is not an Every.

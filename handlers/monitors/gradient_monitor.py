@@ -38,19 +38,19 @@ class GradientMonitor(Handler):
     gradient norm for this handler only at these updates. A histogram temporarily takes about 30 bytes for each value of
     the gradient, one gradient at a time.
 
-    With several optimizers, each one's own updates are counted, from where the run starts or resumes, and its own
-    parameters are measured; the trainer then computes a gradient norm at every update.
+    With several optimizers, the updates of each are counted separately, from where the run starts or resumes, and the
+    parameters of each are measured; the trainer then computes a gradient norm at every update.
 
     Args:
         every: a cadence of updates: gradients are complete only at an update.
         by: "parameter", or "module" for the norm over all parameters of a module, without those of modules inside it;
             parameters of the model itself are "(root)".
         histograms: also fire MEDIA_LOGGED with a histogram "grad/layer.weight" of the finite values.
-        bins: of a histogram, of equal width from the smallest value to the largest.
+        bins: number of bins of a histogram, of equal width from the smallest value to the largest.
         norm_type: 1, 2 or inf.
         updates: also publish "update_ratio/layer.weight": the norm of the update over the norm of the weights before
-            it. At the cadence this takes as much memory as the weights.
-        top: publish only this many, those with the largest norms.
+            it. At the cadence, this takes as much memory as the weights.
+        top: publish only this many norms, the largest ones.
         model: by default the engine's.
 
     Raises:

@@ -34,15 +34,15 @@ class MemoryMonitor(Handler):
     memory/device_allocated_bytes, memory/device_peak_bytes, memory/device_reserved_bytes: tensors now, their maximum so
     far, and what torch has reserved on the device.
 
-    When `leak_after` readings in a row each exceed the one before, and together grow by more than the share `growth`,
-    it warns once a run and fires ANOMALY_DETECTED("memory_growth") with the growth in bytes. The first reading of a run
-    does not count: optimizers and allocators have not reached their full size then.
+    When `leak_after` readings in a row each exceed the previous one, and together grow by more than the share `growth`,
+    it warns once per run and fires ANOMALY_DETECTED("memory_growth") with the growth in bytes. The first reading of a
+    run does not count: optimizers and allocators have not reached their full size by then.
 
     Args:
         every: when to read.
         leak_after: growing readings in a row.
         growth: a share, such as 0.05.
-        read: returns the readings by name, instead of those above.
+        read: a function that returns the readings by name, instead of those above.
 
     Raises:
         ConfigurationError: a number is out of range.

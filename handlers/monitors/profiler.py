@@ -35,7 +35,7 @@ class Profiler(Handler):
         iterations: how many.
         warmup: iterations before the window that are profiled and discarded, since profiling is slower at first.
         memory: also record what each operation allocates.
-        stacks: also record the Python lines that called operations; slower, and larger.
+        stacks: also record the Python lines that called operations; this is slower, and traces are larger.
 
     Raises:
         ConfigurationError: a number is out of range, or the warm-up would start before the run.

@@ -34,9 +34,9 @@ class SampleText(Handler):
     """Has the model continue each prompt, and fires MEDIA_LOGGED with the text, named "sample" ("sample/2" of several).
 
     The model is used as in validation: in eval mode, without gradients, and with the weights of the evaluator, for
-    example averaged ones; but not compiled, since each token makes the text longer. Afterwards modes and random
+    example averaged ones; but not compiled, since each token makes the text longer. Afterwards, modes and random
     generators are restored. Every sample starts from the same seed, so that texts differ only because of the weights.
-    If several processes hold one sharded model, each of them has to have this handler: all generate, and the main one
+    If several processes hold one sharded model, each of them needs this handler: all generate, and the main one
     writes.
 
     Args:
@@ -45,7 +45,7 @@ class SampleText(Handler):
         every: when to sample; None for only the end of the run, which always samples.
         length: how many tokens (bytes of a byte model) to add to a prompt.
         temperature: below 1 prefers likelier tokens; 0 takes the likeliest.
-        seed: of the sampling.
+        seed: the seed for sampling.
         generate: called as generate(prompt, length, temperature=..., generator=...), with a CPU torch.Generator. By
             default the model's method `generate`; that of a model of transformers gets and returns token ids.
         encode: turns a prompt into what `generate` accepts, such as a tokenizer's `encode`; by default its bytes in
@@ -105,7 +105,7 @@ class SampleText(Handler):
 
     @property
     def plan(self) -> tuple[object, ...]:
-        """What it generates and when; the processes of a sharded model need equal ones."""
+        """What it generates and when; the processes of a sharded model need equal plans."""
         return self.every, self.prompts, self.length, self.temperature, self.seed
 
     def attach(self, engine: Engine) -> Self:

@@ -26,7 +26,7 @@ MAX_SHAPES = 16  # of batches; with more of them operations are not counted
 
 
 class Throughput(Handler):
-    """Publishes speeds beside the trainer's own samples_per_second and tokens_per_second.
+    """Publishes speeds in addition to the trainer's own samples_per_second and tokens_per_second.
 
     throughput/iterations_per_second;
     throughput/step_seconds: mean time of an iteration, including the wait for its batch;
@@ -40,7 +40,7 @@ class Throughput(Handler):
 
     Args:
         every: when to publish; the end of the run publishes the rest.
-        flops_per_sample: of forward and backward passes; by default one step of each shape of batch is counted with
+        flops_per_sample: of forward and backward passes; by default, one step of each batch shape is counted with
             torch.utils.flop_counter, which makes that step several times slower and does not change results. A compiled
             model is not counted, since it would run uncompiled.
         peak_flops: of the device, operations per second; by default those of 16-bit matrix products, if the device's

@@ -37,18 +37,18 @@ class Plots(Handler):
     MEDIA_LOGGED. The first round is always drawn, later ones only while drawing takes at most a twentieth of the time.
     Long curves are thinned, but keep every spike.
 
-    A process of its own draws, which takes 100 MB until the run ends; training waits for the figures only at the end of
-    the run and in `detach`. An error of drawing is reported by the next event. Where no process can be started, the
+    A separate process draws, which takes 100 MB until the run ends; training waits for the figures only at the end of
+    the run and in `detach`. An error in drawing is reported at the next event. If no process can be started, the
     training process draws.
 
-    On a bus each engine has its own folder, FOLDER/plots/ENGINE/.
+    On a bus, each engine has its own folder, FOLDER/plots/ENGINE/.
 
     Args:
         folder: the run folder.
         every: read the training loss and the rates from the engine at this cadence instead of METRICS_LOGGED; each
             reading waits for the device.
         formats: "png", "svg" or both.
-        clock: seconds, for `Every(seconds=...)` and the time that drawing takes, which another thread asks for.
+        clock: seconds, for `Every(seconds=...)` and the time that drawing takes, for which a second thread reads it.
         on_error: "warn" continues when a figure cannot be written, "raise" ends the run.
 
     Raises:

@@ -57,19 +57,19 @@ class EventRecorder(Handler):
     next STARTED or EPOCH_STARTED.
 
     A run that resumes from a checkpoint continues the log. Events that the log holds after the checkpoint are kept,
-    marked as superseded, and compared with what is computed again: `resume_check`, floats by their bits.
+    marked as superseded, and compared with those that are computed again (`resume_check`), floats by their bits.
 
     Args:
         folder: the run folder; a resumed run continues the log in it.
-        include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well; where several processes train
-            together they always are, since they tell a process that loads from one that computes.
-        every: record the events of only each n-th iteration and update; all other events are always recorded.
-        max_bytes: budget of the sealed log, at least 100,000: when it is reached, the events of old iterations are
-            thinned to each hundredth, and an event `log_thinned` says so.
+        include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well; if several processes train together,
+            these are always recorded, since they distinguish a process that loads from one that computes.
+        every: record the events of only every n-th iteration and update; all other events are always recorded.
+        max_bytes: budget of the sealed log, at least 100,000: when it is reached, only every hundredth of the old
+            iterations keeps its events, and an event `log_thinned` says so.
         grad_norm: whether the gradients' norm is computed at each update, to be recorded with GRADIENTS_READY. False:
-            the event is recorded where something else needs the norm, such as clipping or a guard. By default as in the
-            run that is resumed, and False in a new one.
-        rank: of this process, where several train together: each writes a log. None: as torchrun or torch says.
+            the event is recorded if something else needs the norm, such as clipping or a guard. By default as in the
+            run that is resumed, and False in a new run.
+        rank: that of this process, if several train together: each writes a log. None: as torchrun or torch says.
         on_error: "warn" continues when the disk is full or gone, warns once, and writes the events when it can;
             "raise" ends the run.
 
@@ -215,7 +215,7 @@ class EventRecorder(Handler):
             self._measure_as_before(state.get("grad_norm", True))  # version 0.1 always did
 
     def repeat(self, log: EventLog, *, resumed: bool = False) -> None:
-        """The run in this log is repeated: measure what its recorder measured, and number the events as it did.
+        """The run in this log is repeated: measure what its recorder measured, and number the events in the same way.
 
         Args:
             log: of this rank.

@@ -63,17 +63,17 @@ class FingerprintEvents(EventEnum):
 class Fingerprints(Handler):
     """Fires STATE_FINGERPRINTED at a cadence, and BATCH_FINGERPRINTED for each batch.
 
-    A wrong buffer or optimizer moment does not show in the loss for a long time; in the digests it shows at once. Those
+    A wrong buffer or optimizer moment may not show in the loss for a long time; it shows in the digests at once. Those
     of weights, buffers and the optimizer's tensors combine the XOR (torch.hash_tensor) and the sums of their bits, for
-    up to 32 MiB of one tensor at a time. They miss a change that leaves all of these equal, as exchanging certain
-    values within one tensor does. They read everything three times, on its device. The digests of a batch and of the
-    random number generators are CRC-32, which depends on the order as well.
+    up to 32 MiB of one tensor at a time. They miss a change that leaves all of these equal, such as an exchange of
+    certain values within one tensor. They read everything three times, on its device. The digests of a batch and of the
+    random number generators are CRC-32, which also depends on the order.
 
     A batch's digest covers tensors, numpy arrays, numbers, text, bytes, containers, dataclasses and objects with a
-    `__dict__`; of any other object only the name of its type. It ignores what is nested more than 100 deep.
+    `__dict__`; for any other object, it covers only the name of its type. It ignores values nested more than 100 deep.
 
     Args:
-        every: when to digest the state; by default at each 100th update.
+        every: when to digest the state; by default at every 100th update.
         batches: digest each batch as well; the host reads it where the loader has put it.
         model: by default the engine's.
         optimizer: by default the engine's.

@@ -43,8 +43,8 @@ def from_huggingface(
     """The TrainingConfig that trains as transformers' Trainer does with these TrainingArguments.
 
     Fields that change what is computed and that a TrainingConfig cannot express are refused. Fields about the data, the
-    model, checkpoints and logging, which belong to other parts, are listed in one line of the log, with what does the
-    same here.
+    model, checkpoints and logging, which belong to other parts, are listed in one line of the log, with their
+    counterparts here.
 
     >>> from transformers import TrainingArguments
     >>> arguments = TrainingArguments(max_steps=100, lr_scheduler_type="cosine", warmup_steps=10, save_strategy="no")
@@ -54,7 +54,7 @@ def from_huggingface(
 
     Args:
         arguments: a `transformers.TrainingArguments`.
-        model: needed with a weight decay: which parameters are exempt depends on its layers.
+        model: needed with a weight decay, since its layers determine which parameters are exempt.
         batches_per_epoch: `len(loader)`; needed for a fraction of an epoch, a warm-up that is given as a share of the
             run, and gradients that are accumulated over a number of batches that does not divide an epoch.
 

@@ -35,17 +35,17 @@ def from_lightning(
     handlers: Sequence[Any] = (),
     **options: Any,
 ) -> Trainer:
-    """A Trainer that trains the LightningModule, which stays as it is.
+    """A Trainer that trains the unchanged LightningModule.
 
-    With automatic optimization, the loss of `training_step` is the strategy's, and the Trainer makes the updates of the
+    With automatic optimization, `training_step` computes the strategy's loss, and the Trainer makes the updates of the
     one optimizer. A module with `automatic_optimization = False` makes them itself, as in the body of a `Loop`.
-    Schedulers step as in Lightning, at each update or epoch, also by a metric. What `self.log` logs in training goes to
-    `trainer.log` under its name; in evaluation it becomes a metric of the set: "val_acc" is "val/acc". Checkpoints hold
-    the optimizers and schedulers, and a resumed run continues exactly.
+    Schedulers step as in Lightning, at each update or epoch, also by a metric. Values that `self.log` logs in training
+    go to `trainer.log` under the same name; in evaluation they become metrics of the set: "val_acc" is "val/acc".
+    Checkpoints hold the optimizers and schedulers, and a resumed run continues exactly.
 
-    `self.trainer` has what a callback finds there, see `LightningCallbacks`. Hooks: those of the run, the training
-    epoch and batch, the validation, and on_before_optimizer_step. Others that Lightning's Trainer would call are
-    refused, with what to do instead.
+    `self.trainer` has the same attributes as for callbacks, see `LightningCallbacks`. These hooks are called: those of
+    the run, the training epoch and batch, the validation, and on_before_optimizer_step. Others that Lightning's Trainer
+    would call are refused; the error says what to do instead.
 
     >>> import lightning
     >>> class Line(lightning.LightningModule):
@@ -63,16 +63,16 @@ def from_lightning(
 
     Args:
         module: a `lightning.LightningModule`.
-        train_loader: by default what its `train_dataloader()` gives.
-        val_loader: one set; by default what its `val_dataloader()` gives, if it has one.
+        train_loader: by default, the result of its `train_dataloader()`.
+        val_loader: one set; by default, the result of its `val_dataloader()`, if it has one.
         config: the length of the run, clipping, accumulation, precision, device and so on. The module decides on
             optimizers and schedules.
         handlers: as for Trainer.
         options: further arguments of Trainer: callbacks, name, bus.
 
     Raises:
-        ArgumentTypeError: it is not a LightningModule, or `configure_optimizers` returns something else than Lightning
-            accepts.
+        ArgumentTypeError: it is not a LightningModule, or `configure_optimizers` returns something that Lightning does
+            not accept.
         ConfigurationError: a hook would not be called, the module decides on a setting, several optimizers are to be
             trained automatically, or several processes train.
     """

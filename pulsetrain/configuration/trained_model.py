@@ -45,15 +45,15 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     Args:
         path: a run folder, for its latest checkpoint; `best` or `latest` in it, as "runs/a/best"; a checkpoint's
             folder; or a URL of one.
-        model: gets the weights, converted to its dtype and on its device. None makes the model of a run that was
-            started from a configuration, on the CPU.
+        model: gets the weights, converted to its dtype and on its device. With None, the model is built on the CPU from
+            the run's configuration.
 
     Returns:
         The model.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its weights do not fit the model.
-        ConfigurationError: no model was given, and the run has no configuration to make it from.
+        ConfigurationError: no model was given, and the run has no configuration from which to build it.
     """
     checkpoint = resolve(path)
     if model is None:

@@ -1,4 +1,4 @@
-"""A training run that evaluates its model when it is asked to: validation, other data, predictions, logged values."""
+"""A training run that evaluates its model on request: validation, other data, predictions, logged values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class EvaluatedRun(RunView):
         """One round over every validation set; fires VALIDATION_STARTED and VALIDATION_COMPLETED.
 
         Args:
-            loader: evaluate this data instead, as "val". No event of the trainer is fired then, and nothing that
-                handlers judge changes.
+            loader: evaluate this data instead, as "val". Then no event of the trainer is fired, and early stopping and
+                checkpointers do not see the metrics.
 
         Returns:
             The metrics by their full names; those of the validation sets are in `state.metrics` from then on.
@@ -84,21 +84,21 @@ class EvaluatedRun(RunView):
         >>> trainer.predict([torch.ones(4, 2), torch.ones(3, 2)]).shape
         torch.Size([7, 1])
 
-        If the optimizer averages weights, the averaged ones predict, as in validation. Where several processes train,
-        each predicts all batches that it is given; of a sharded model, all processes have to call this.
+        If the optimizer averages weights, the averaged ones predict, as in validation. If several processes train,
+        each predicts all batches that it is given; if the model is sharded, all processes have to call this.
 
         Args:
-            loader: gives batches, as in training or without targets. Of a pair, the second is taken for targets.
-            callback: is called with the outputs of each batch instead; they are not kept.
-            inputs: batch -> what the model is called with; by default what the strategy makes of it. A tensor by itself
-                is passed as it is.
+            loader: gives batches, as in training or without targets. The second item of a pair is taken for targets.
+            callback: is called with the outputs of each batch, which are then not kept.
+            inputs: batch -> what the model is called with; by default, what the strategy takes from the batch. A batch
+                that is a tensor is passed unchanged.
 
         Returns:
             The outputs of all batches, joined along the first dimension: a tensor, or a dict, list or tuple of tensors
-            if the model returns such; None with a callback. Of a `ModelOutput` of transformers, the logits.
+            if the model returns one; None with a callback. For a `ModelOutput` of transformers, the logits.
 
         Raises:
-            ConfigurationError: there is no batch, outputs of different shapes cannot be joined, or the model is a
+            ConfigurationError: there is no batch, outputs have different shapes and cannot be joined, or the model is a
                 pipeline.
         """
         return predict(self.evaluation, loader, callback, inputs)
@@ -108,8 +108,8 @@ class EvaluatedRun(RunView):
 
         Loggers, the recorder and the history get the mean of all values since the last report: at the next log point,
         or, if the name begins with that of a validation set ("val/bleu"), with the next validation, where early
-        stopping and checkpointers see it. Where several processes train, it is the mean over all of them. Names that
-        the trainer reports itself keep the trainer's values. Checkpoints hold what was not reported yet.
+        stopping and checkpointers see it. If several processes train, it is the mean over all of them. Names that the
+        trainer itself reports keep the trainer's values. Checkpoints hold values that were not reported yet.
 
         >>> import torch
         >>> from pulsetrain import Events, Trainer, SupervisedStrategy, TrainingConfig
@@ -123,7 +123,7 @@ class EvaluatedRun(RunView):
         [2.5]
 
         Args:
-            name: under which it is reported.
+            name: the name under which it is reported.
             value: one number: a float, or a tensor of one element, which stays on its device until it is reported.
 
         Raises:
