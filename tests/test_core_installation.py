@@ -40,7 +40,7 @@ def test_the_readme_says_how_many_packages_each_choice_installs():
     default = [re.split(r"[^\w.-]", line)[0] for line in project["dependencies"]]
     default += re.findall(r"[\w.-]+", "docstring-parser typeshed-client")  # of jsonargparse[signatures]
     counts = [len(with_what_they_need(names) - with_what_they_need(["torch"])) + 1 for names in (core(), default)]
-    found = re.findall(r"\((\d+) packages besides torch and its own instead of (\d+)\)", README)
+    found = re.findall(r"\((\d+) packages besides torch and its dependencies instead of (\d+)\)", README)
     assert [tuple(map(str, counts))] == found
 
 
