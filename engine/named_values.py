@@ -20,7 +20,8 @@ class UnknownMetricError(MetricNotFoundError, KeyError):
     metric='val/los': this metric does not exist; there are: train/loss, val/loss; did you mean 'val/loss'?
     """
 
-    __str__ = Exception.__str__  # KeyError's puts quotes around the message
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError's puts quotes around the message
 
     @classmethod
     def among(

@@ -28,8 +28,8 @@ _OF_SCHEDULE = {
 _OF_BACKEND = {"precision": "precision", "device": "device", "name": "precision"}
 _OF_TRAINER = ("model", "backend")  # in place of the configuration
 
-# The first parameter of a schedule's class is its rate.
-_RATES = {name: fields(kind)[0].name for name in schedules.__all__ if is_dataclass(kind := getattr(schedules, name))}
+_SCHEDULES = {name: getattr(schedules, name) for name in schedules.__all__}
+_RATES = {name: fields(each)[0].name for name, each in _SCHEDULES.items() if is_dataclass(each)}  # the first parameter
 
 
 @contextmanager

@@ -211,6 +211,9 @@ OPTIONAL = {  # rows of peers that need not be installed
 }
 
 
+LONG = ("against_trl", "backends", "language_model_jax", "many_ranks")  # each takes over a minute
+
+
 def measured(name: str, options: list[str]) -> tuple[Report, int]:
     # a Python of its own: jax's threads and a warm interpreter that forks do not go together
     command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json"]
@@ -221,7 +224,9 @@ def measured(name: str, options: list[str]) -> tuple[Report, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SMALL))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONG else name for name in sorted(SMALL)]
+)
 def test_every_figure_with_a_bound_is_measured_and_decides_the_exit_status(name: str):
     for package in PACKAGES.get(name, []):
         pytest.importorskip(package, reason=f"{package} is not installed")

@@ -380,9 +380,8 @@ def test_adapters_in_shards_do_not_resume_over_another_base(tmp_path: Path) -> N
         return "trained"
 
     main, other = run("shards", lambda: resumed("other", "shards"))
-    assert main.startswith(
-        "CheckpointError: the frozen weights of the model are not those that the checkpoint's adapters"
-    )
+    assert main.startswith(f"CheckpointError: {tmp_path}")
+    assert ": the frozen weights of the model are not those that the checkpoint's adapters" in main
     assert other != "trained"
     assert run("shards", lambda: resumed("base", "shards")) == ["trained", "trained"]
     assert resumed("base", "one") == "trained"

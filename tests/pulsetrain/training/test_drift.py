@@ -188,7 +188,7 @@ def test_weights_are_compared_where_fingerprints_digest_them():
     assert found[0][2] == (1,)
 
 
-@pytest.mark.parametrize("iterations", [240, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("iterations", [240, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_a_run_without_a_fault_raises_no_alarm(iterations: int):
     def schedule() -> LRScheduler:
         return LRScheduler(Cosine(initial_lr=1e-3, total_steps=iterations))
