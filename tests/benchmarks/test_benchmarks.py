@@ -211,7 +211,7 @@ OPTIONAL = {  # rows of peers that need not be installed
 }
 
 
-LONG = ("against_trl", "backends", "language_model_jax", "many_ranks")  # each takes over a minute
+LONG = ("against_trl", "backends", "language_model_jax", "many_ranks")  # more than a minute each
 
 
 def measured(name: str, options: list[str]) -> tuple[Report, int]:
