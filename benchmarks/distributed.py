@@ -182,6 +182,7 @@ def measure(tasks: dict[str, int], rounds: int) -> dict[str, Rounds]:
     ]
     for process in processes:
         process.start()
+    theirs.close()  # so that `recv` ends with the process that has the other end
     found: dict[str, Rounds] = mine.recv()
     for process in processes:
         process.join()
@@ -194,6 +195,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--iterations", type=int, default=120, help="of a run of the GPT [%(default)s]")
     options = parser.parse_args()
+    if options.iterations < WARM + 2 * LOG:
+        parser.error(f"--iterations {options.iterations}: needs at least {WARM + 2 * LOG}")
 
     def rows() -> tuple[list[Row], list[str]]:
         made = []

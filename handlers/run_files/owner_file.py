@@ -23,7 +23,7 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.file_lock import lock, unlock
 from pulsetrain.engine.file_system import file_system_of, report_once
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.run_files.owner_process import decoded, has_ended, processes
+from pulsetrain.handlers.run_files.owner_process import beginning, decoded, has_ended, processes
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["OWNER_FILE", "OwnerFile"]
@@ -194,6 +194,7 @@ def _description() -> bytes:
     facts: dict[str, object] = {"pid": os.getpid(), "host": socket.gethostname()}
     facts |= {"job": slurm_job()} if slurm_job() else {}
     facts |= {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "id": uuid.uuid4().hex, "processes": processes()}
+    facts |= {"began": beginning(os.getpid())}
     return msgspec.json.encode(facts) + b"\n"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["decoded", "has_ended", "processes"]
+__all__ = ["beginning", "decoded", "has_ended", "processes"]
 
 
 def has_ended(content: bytes) -> bool:
@@ -17,12 +17,14 @@ def has_ended(content: bytes) -> bool:
         owner = decoded(content)
         if not processes() or owner["processes"] != processes():
             return False
-        os.kill(int(owner["pid"]), 0)
+        process = int(owner["pid"])
+        os.kill(process, 0)
+        began = owner.get("began")
+        return bool(began) and began != (beginning(process) or began)  # else its number was given to another process
     except ProcessLookupError:
         return True
     except (OSError, ValueError, KeyError, TypeError, OverflowError):  # a damaged file
         return False
-    return False
 
 
 def decoded(content: bytes) -> dict[str, Any]:
@@ -44,3 +46,12 @@ def processes() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
+
+
+def beginning(process: int) -> int | None:
+    """When a process of this host began, in clock ticks since the start of the host; None if it is not known."""
+    try:
+        # the name, in parentheses, may hold any character; the time is the 22nd entry
+        return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -133,7 +133,8 @@ def _changed_handlers(good: Sequence[Any], bad: Sequence[Any]) -> Iterator[Chang
             for argument, values in arguments.items():
                 yield Change(f"{_HANDLERS}.{name}.{argument}", *values)
         else:
-            yield Change(f"{_HANDLERS}.{name}", one.get("init_args"), other.get("init_args"))
+            entry = "init_args" if one.get("class_path") == other.get("class_path") else "class_path"
+            yield Change(f"{_HANDLERS}.{name}", one.get(entry), other.get(entry))
 
 
 def _mixed(good: Sequence[Any], bad: Sequence[Any], names: set[str]) -> list[Any]:

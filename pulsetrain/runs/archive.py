@@ -85,6 +85,8 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
         RunFolderError: it is not a run folder, the run has not ended, its log has texts with credentials, or the file
             cannot be written.
     """
+    from pulsetrain.engine.checkpoint.disk import sync  # here, as torch is imported with it
+
     status = summarize(folder).status
     if status.is_going:
         raise RunFolderError(f"{folder}: the run is {status.value}; stop it, or archive it when it has ended")
@@ -99,8 +101,10 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
                     within = path.relative_to(folder).as_posix()
                     contents.files[within] = _add(file, path, f"{name}/{within}", within, archived)
                 file.writestr(_info(_CONTENTS, compress=True), msgspec.json.encode(contents))
+            sync(partial)
             _check(partial)
             partial.replace(into)
+            sync(into.parent)  # the run may be deleted next
     except PulsetrainError:
         raise
     except OSError as error:
@@ -219,6 +223,8 @@ def _files(folder: Path, checkpoints: Kept, archived: Archived) -> Iterator[Path
             archived.left_out.append(f"{within}: credentials, by its name")
         elif within.parts[0] == "checkpoints" and len(within.parts) > 2 and within.parts[1] not in chosen:
             continue
+        elif "\\" in str(within):
+            raise RunFolderError(f"{path}: an archive cannot hold a backslash in a name; rename it")
         else:
             yield path
 

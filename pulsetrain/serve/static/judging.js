@@ -3,15 +3,17 @@
 import { ask, make, message, number, ofOneRun, runChooser, soon, table } from "/dom.js";
 
 export function compare(view) {
-  let runs = [], a = "", b = "";
+  let runs = [], a = "", b = "", asked = 0;
   const tools = make("div", { class: "tools" });
   const report = make("div");
   view.append(tools, report);
 
   async function load() {
+    const mine = ++asked;
     report.replaceChildren(message("Comparing ..."));
     try {
       const [found, rows] = await Promise.all([ask("diff", { a, b }), ask("configurations", { run: [a, b] })]);
+      if (mine !== asked) return; // others have been chosen since
       const differing = rows.filter((row) => row.differs);
       report.replaceChildren(
         make("h2", {}, "Events"), make("pre", { id: "difference" }, found.report),
@@ -19,7 +21,7 @@ export function compare(view) {
         table(["", a, b], rows.map((row) => ({ cells: [row.key, ...row.values], differs: row.differs }))),
         differing.length ? "" : message("No setting differs."));
     } catch (error) {
-      report.replaceChildren(make("p", { class: "error" }, error.message));
+      if (mine === asked) report.replaceChildren(make("p", { class: "error" }, error.message));
     }
   }
 
@@ -82,7 +84,7 @@ export function whatif(view) {
       const total = Object.values(found).reduce((sum, each) => sum + (each.last ?? 0), 0);
       result.replaceChildren(early ? make("p", { id: "saved" }, `${number(saved)} of ${number(total)} iterations saved`) : "", table(heads, rows));
     } catch (error) {
-      result.replaceChildren(make("p", { class: "error" }, error.message));
+      if (mine === asked) result.replaceChildren(make("p", { class: "error" }, error.message));
     }
   }, 40);
 
@@ -98,11 +100,14 @@ export function whatif(view) {
 export function media(view) {
   const tools = make("div", { class: "tools" });
   const shown = make("div");
+  let asked = 0;
   view.append(tools, shown);
 
   async function load(run) {
+    const mine = ++asked;
     if (!run) { shown.replaceChildren(message("Select a run at the left.")); return; }
     const found = await ask("media", { run });
+    if (mine !== asked) return; // another run has been chosen since
     const address = (path) => `/api/file?${new URLSearchParams({ run, path })}`;
     const pictures = found.files.filter((file) => file.kind === "picture").map((file) =>
       make("figure", {}, make("img", { src: address(file.path), alt: file.path, loading: "lazy" }), make("figcaption", { class: "muted" }, file.path)));

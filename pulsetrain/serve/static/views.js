@@ -121,7 +121,9 @@ export function processes(view) {
   async function load() {
     if (!run) { found.replaceChildren(message("Select a run at the left.")); return; }
     try {
+      const mine = run;
       const ranks = await ask("where", { run });
+      if (mine !== run) return; // another run has been chosen since
       found.replaceChildren(...ranks.map((rank) => make("section", {},
         make("h2", {}, `rank ${rank.rank}: ${rank.event} at iteration ${number(rank.iteration)}`),
         make("p", { class: rank.waited_for && ranks.length > 1 ? "error" : "muted" }, rank.ended ? "the run has ended" : !rank.time ? "no event of it can be read" : `${number((Date.now() / 1000 - rank.time), 3)} s ago, ${rank.activity}${rank.waited_for && ranks.length > 1 ? "; the others wait for it" : ""}`),

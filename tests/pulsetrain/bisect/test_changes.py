@@ -50,6 +50,10 @@ def changed(**sections: Any) -> list[str]:
             {"handlers": [{"class_path": "EMA", "init_args": {"decay": 0.5, "every": 1}}, "EventRecorder", "a.SWA"]},
             ["handlers.EMA.decay: 0.9 -> 0.5", "handlers.SWA: absent -> present"],
         ),
+        (
+            {"handlers": [{"class_path": "mine.EMA", "init_args": {"decay": 0.9, "every": 1}}, "EventRecorder"]},
+            ["handlers.EMA: EMA -> mine.EMA"],
+        ),
     ],
 )
 def test_each_setting_is_a_change_of_its_own(sections: dict[str, Any], expected: list[str]):

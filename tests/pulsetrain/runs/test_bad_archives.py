@@ -162,6 +162,13 @@ def test_a_link_in_an_archive_becomes_a_file(run: Path):
     assert link.read_text() == "/etc/passwd"
 
 
+def test_a_name_with_a_backslash_is_named(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "a\\b.txt").touch()
+    assert main(["archive", "runs/a"]) == 2
+    assert "an archive cannot hold a backslash in a name; rename it" in capsys.readouterr().err
+    assert not Path("a.run.zip").exists()
+
+
 def test_names_that_are_not_text_are_named(run: Path, capsys: pytest.CaptureFixture[str]):
     os.close(os.open(os.fsencode(run) + b"/caf\xe9.txt", os.O_CREAT | os.O_WRONLY))
     assert main(["archive", "runs/a"]) == 2

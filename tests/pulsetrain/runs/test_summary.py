@@ -14,7 +14,7 @@ from pulsetrain import Checkpointer, EventRecorder, Trainer, TrainingConfig
 from pulsetrain.engine import Every, SupervisedStrategy
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
-from pulsetrain.handlers.run_files.owner_process import processes
+from pulsetrain.handlers.run_files.owner_process import beginning, processes
 from pulsetrain.runs.summary import Status, summarize
 from pulsetrain.testing import tiny_loader, tiny_model
 from tests.support.run_folders import BEGUN, SECOND, write_run
@@ -125,14 +125,24 @@ def test_the_mark_of_an_event_in_a_text_is_not_taken_for_one(tmp_path: Path):
     assert (found.last, found.best) == ({"a": 1.0}, {})
 
 
-def test_a_damaged_or_newer_log_is_a_reason_and_not_an_error(tmp_path: Path):
+def test_a_damaged_log_is_a_reason_and_not_an_error(tmp_path: Path):
     folder = write_run(tmp_path / "run", [1.0] * 400)  # some of it is sealed in blocks
     log = folder / "events" / "events.jsonl.zst"
     content = log.read_bytes()
     log.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
     assert "damaged" in summarize(folder).reason
     log.write_bytes(b"nonsense")
-    summarize(folder)
+    assert "damaged log" in summarize(folder).reason
+
+
+def test_a_killed_run_whose_process_number_another_process_has_is_killed(tmp_path: Path):
+    folder = write_run(tmp_path / "run", [1.0], None)
+    own(folder, os.getpid())
+    assert summarize(folder).status is not Status.KILLED  # this process is there
+    facts = json.loads((folder / ".owner").read_text())
+    for began, status in ((beginning(os.getpid()), Status.STALLED), (1, Status.KILLED), (None, Status.STALLED)):
+        (folder / ".owner").write_text(json.dumps({**facts, "began": began}))
+        assert summarize(folder).status is status
 
 
 @pytest.mark.parametrize("part", ["run.json", "config.yaml"])
