@@ -183,7 +183,7 @@ def _unpacking(path: Path, into: Path | None = None) -> Iterator[zipfile.ZipFile
     """An open archive.
 
     Raises:
-        RunFolderError: it is damaged, or cannot be read, or there is no room for what is in it.
+        RunFolderError: it is damaged or cannot be read, or the disk has no room for its content.
     """
     try:
         with zipfile.ZipFile(path) as file:

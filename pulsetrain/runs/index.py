@@ -94,7 +94,7 @@ class RunIndex:
                     yield folder, _sign(folder, names)
                 else:
                     self.unreadable.append(folder)
-            passed = _PASSED if is_a_run else frozenset({"crash"})  # bundles have logs, also where there is no run
+            passed = _PASSED if is_a_run else frozenset({"crash"})  # crash bundles contain logs, too
             for each in here if depth < _DEPTH or archives else ():
                 name, path = each.name, each.path.removeprefix("./")  # of ".": as Path writes it
                 if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
