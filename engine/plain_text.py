@@ -1,8 +1,8 @@
-"""Texts of others in a terminal: nothing in them can move its cursor, change its colours, or turn what follows."""
+"""Texts for a terminal: of others, in which nothing moves its cursor or changes its colours, and numbers of things."""
 
 from __future__ import annotations
 
-__all__ = ["plain"]
+__all__ = ["format_count", "plain"]
 
 
 def plain(text: str, keep: str = "") -> str:
@@ -20,3 +20,13 @@ def plain(text: str, keep: str = "") -> str:
     return "".join(
         each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def format_count(number: int, thing: str) -> str:
+    """A number of things.
+
+    >>> format_count(1, "epoch"), format_count(2000, "epoch"), format_count(2, "batch")
+    ('1 epoch', '2,000 epochs', '2 batches')
+    """
+    plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"

@@ -15,6 +15,7 @@ from pulsetrain.engine.events.subscription import FIRST, LAST
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optimizers import describe_optimizer
+from pulsetrain.engine.plain_text import format_count
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.best_value import is_better
@@ -82,7 +83,7 @@ class RunSummary(Handler):
         took = duration(max(0, event.time_ns - self._started) / 1e9)  # the clock may have been set back
         why = f": {state.stop_reason}" if state.stop_reason else ""
         trained = state.iteration - self._first
-        yield f"Ended after {_count(state.iteration, 'iteration')} ({trained:,} in {took}){why}."
+        yield f"Ended after {format_count(state.iteration, 'iteration')} ({trained:,} in {took}){why}."
         values = list(_values(engine))[:_VALUES]
         if values:
             yield f"{', '.join(values)}."
@@ -113,9 +114,9 @@ def _beginning(engine: Engine) -> Iterator[str]:
     parts = [describe_optimizer(run.optimizer)]
     if run.config.schedule not in (None, "constant"):
         parts.append(f"schedule {run.config.schedule}")
-    epochs = f" in {_count(state.max_epochs, 'epoch')}" if state.max_epochs else ""
+    epochs = f" in {format_count(state.max_epochs, 'epoch')}" if state.max_epochs else ""
     if run.total_iterations is not None:
-        parts.append(f"{_count(run.total_iterations, 'iteration')}{epochs}")
+        parts.append(f"{format_count(run.total_iterations, 'iteration')}{epochs}")
     elif epochs:
         parts.append(epochs.removeprefix(" in "))
     if samples := _samples(run.train_loader):
@@ -170,8 +171,4 @@ def _run_folder(engine: Engine) -> str:
 
 def _samples(loader: object) -> str:
     dataset = getattr(loader, "dataset", None)
-    return _count(len(dataset), "sample") if isinstance(dataset, Sized) else ""
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return format_count(len(dataset), "sample") if isinstance(dataset, Sized) else ""

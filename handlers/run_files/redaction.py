@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 __all__ = ["REDACTED", "redacted", "redacted_settings"]
@@ -184,6 +185,7 @@ def _is_secret(text: str, needed: int) -> bool:
     return any(len(_CHANGE.findall(run)) >= needed for run in _RUN.findall(text[:_LONGEST]))
 
 
+@lru_cache(4096)  # the same names come with each event
 def _changes_needed(name: str) -> int:
     """How many changes make a value with this name a credential.
 

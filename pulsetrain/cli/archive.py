@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pulsetrain.cli.reports import OK
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
-from pulsetrain.engine.plain_text import plain
-from pulsetrain.export.event_formats import format_count
+from pulsetrain.engine.plain_text import format_count, plain
 from pulsetrain.runs.archive import is_archive, unpacked, write_archive
 from pulsetrain.runs.summary import ARCHIVE_SUFFIX
 

@@ -16,8 +16,7 @@ from pulsetrain.cli.interrupts import sigterm_interrupts
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.plain_text import plain
-from pulsetrain.export.event_formats import format_count
+from pulsetrain.engine.plain_text import format_count, plain
 
 __all__ = ["run"]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from pulsetrain.cli.reports import FAILED, OK
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.plain_text import plain
-from pulsetrain.export.event_formats import format_count
+from pulsetrain.engine.plain_text import format_count, plain
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.prune import Pruned, prune, superfluous
 from pulsetrain.runs.summary import RunSummary

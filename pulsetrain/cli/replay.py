@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.shipped_handlers import HANDLERS, ShippedHandlers
-from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.configuration.yaml_text import load_yaml, one_line
 from pulsetrain.engine import ConfigurationError, Events, MetricNotFoundError, PulsetrainError
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.plain_text import plain
@@ -51,23 +53,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_handler(text: str) -> dict[str, Any]:
-    """A class path with its arguments, whose values are YAML.
+    """A class path with its arguments, whose values are YAML. A value goes on after a comma until it is whole.
 
     Raises:
-        ConfigurationError: an argument has no value.
+        ConfigurationError: an argument has no value, or its value is not YAML.
 
     >>> parse_handler("early_stopping:patience=3,metric=val/loss")
     {'class_path': 'early_stopping', 'init_args': {'patience': 3, 'metric': 'val/loss'}}
     """
     name, _, rest = text.partition(":")
     given: dict[str, object] = {}
-    for part in re.split(r",(?![^\[{]*[\]}])", rest) if rest else ():  # not at commas inside brackets
-        key, equals, value = part.partition("=")
+    begun = wrong = ""
+    for part in rest.split(",") if rest else ():
+        begun = f"{begun},{part}" if begun else part
+        key, equals, value = begun.partition("=")
         if not equals or not key.strip():
             raise ConfigurationError(
                 f"--handler {text}: {part!r} is not ARGUMENT=VALUE, such as patience=3 in early_stopping:patience=3"
             )
-        given[key.strip()] = load_yaml(value)
+        try:
+            given[key.strip()], begun = load_yaml(value), ""
+        except yaml.YAMLError as error:  # such as "[1" of [1, 2]
+            wrong = one_line(error)
+    if begun:
+        raise ConfigurationError(f"--handler {text}: {begun!r} has no value in YAML: {wrong}")
     return {"class_path": name, "init_args": given}
 
 

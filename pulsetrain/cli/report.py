@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pulsetrain.cli.reports import report_damage
-from pulsetrain.engine.plain_text import plain
-from pulsetrain.export.event_formats import format_count
+from pulsetrain.engine.plain_text import format_count, plain
 from pulsetrain.report import write_report
 
 __all__ = ["run"]

@@ -21,7 +21,7 @@ from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.manifest import is_checkpoint_name
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import ranks
-from pulsetrain.export.event_formats import format_count
+from pulsetrain.engine.plain_text import format_count
 from pulsetrain.handlers import Checkpointer
 
 __all__ = ["logs_on_stderr", "resume_command", "run_folder", "summary", "unsaved"]

@@ -26,6 +26,7 @@ from pulsetrain.engine import FIRST, LAST, Events, Every, Phase, RunFolderError
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.durations import duration
+from pulsetrain.engine.plain_text import format_count
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.handlers import Alert, Checkpointer, LRFinder
 from pulsetrain.handlers.crash.crash_files import forget_bundle
@@ -239,7 +240,7 @@ def _train(trainer: Trainer, timing: _Timing) -> Iterator[str]:
     yield _row("batch", timing.batch)
     losses = trainer.history.get_history().get("train/loss")
     mean = f", mean loss {losses[-1]:.4g}" if losses else ""
-    yield _row("trained", f"{_count(state.iteration, 'batch')}, {_count(state.update, 'update')}{mean}")
+    yield _row("trained", f"{format_count(state.iteration, 'batch')}, {format_count(state.update, 'update')}{mean}")
     for name, loader in whole.items():
         metrics = [f"{key} {value:.4g}" for key, value in state.metrics.items() if key.startswith(f"{name}/")]
         yield _row("validated", f"{name}: {_read_of(loader)}, {', '.join(metrics)}")
@@ -289,11 +290,6 @@ def _memory(device: torch.device) -> str:
     if device.type != "cuda":
         return host
     return f"{host}, {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB of the device's"
-
-
-def _count(number: int, thing: str) -> str:
-    plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
-    return f"{number:,} {thing if number == 1 else plural}"
 
 
 def _row(name: str, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Hashable
@@ -36,6 +37,7 @@ class _FastLoader(_Numbers, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # t
 
 
 _DEEPEST = 5_000
+_LARGEST = 100_000  # values, where aliases repeat some
 _NUMBER = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)|[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)"
 for _each in (_Loader, _FastLoader):
     _each.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER})$"), list("-+0123456789."))
@@ -49,14 +51,27 @@ def load_yaml(text: str, *, fast: bool = False) -> Any:  # whatever the text hol
         fast: for many texts whose errors nobody reads.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, or gives a key twice.
+        yaml.YAMLError: the text is not YAML, gives a key twice, or has aliases that repeat very many values.
         RecursionError: it nests too deep.
 
     >>> load_yaml("{learning_rate: 3e-4, betas: [0.9, 0.99]}")
     {'learning_rate': 0.0003, 'betas': [0.9, 0.99]}
     """
     nests = sum(map(text.count, ("[", "{", "- ", "? ")))  # at most so deep: the one in C ends the process by far more
-    return yaml.load(text, _FastLoader if fast and nests < _DEEPEST else _Loader)
+    found = yaml.load(text, _FastLoader if fast and nests < _DEEPEST else _Loader)
+    if "*" in text and _size(found, {}) > _LARGEST:
+        raise yaml.YAMLError(f"its aliases (*name) repeat values, more than {_LARGEST:,} in all; write it without them")
+    return found
+
+
+def _size(value: object, known: dict[int, float]) -> float:
+    """How many values there are in it; one that is shared counts each time, and one that holds itself without end."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # until it is known
+        known[id(value)] = 1 + sum(_size(each, known) for each in (value.values() if isinstance(value, dict) else value))
+    return known[id(value)]
 
 
 def read_yaml(path: os.PathLike[str]) -> Any:  # whatever the file holds

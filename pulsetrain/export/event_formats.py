@@ -14,7 +14,7 @@ from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["FORMATS", "check_field", "field_value", "format_count", "format_rows", "values_of"]
+__all__ = ["FORMATS", "check_field", "field_value", "format_rows", "values_of"]
 
 _FIELDS = LoggedEvent.__struct_fields__
 _VALUES = ("output", "metrics", "payload", "lr", "error")
@@ -34,15 +34,6 @@ def check_field(name: str) -> None:
     """
     if name.partition(".")[0] not in _FIELDS:
         raise unknown_name("pulsetrain events", "--fields", name, _FIELDS)
-
-
-def format_count(number: int, thing: str) -> str:
-    """A number of things.
-
-    >>> format_count(1, "epoch"), format_count(2000, "epoch")
-    ('1 epoch', '2,000 epochs')
-    """
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def format_rows(rows: Sequence[object], limit: int = 16) -> str:

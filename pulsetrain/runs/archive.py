@@ -26,7 +26,6 @@ import msgspec
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
-from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.credentials import is_private, without_credentials
@@ -82,7 +81,7 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
         checkpoints: which of the run's checkpoints go in.
 
     Raises:
-        RunFolderError: it is not a run folder, the run has not ended, its log has texts with credentials, or the file
+        RunFolderError: it is not a run folder, the run has not ended, its log has credentials, or the file
             cannot be written.
     """
     from pulsetrain.engine.checkpoint.disk import sync  # here, as torch is imported with it
@@ -291,24 +290,12 @@ def _check_events(folder: Path) -> None:
         if not any(path.exists() for path in log_files(folder / "events", rank)):  # nothing was recorded
             continue
         for event in EventLog(folder, rank).read(superseded=True):
-            texts = [text for each in (event.payload, event.output, event.error) for text in _texts(each)]
-            if any(redacted(text) != text for text in texts):
+            said = [event.payload, event.output, event.error]
+            if redacted(said) != said:
                 raise RunFolderError(
-                    f"{folder}: event {event.seq} ({event.event}) of rank {rank} has a text that is a credential by "
-                    "its form, and an archive keeps the log as it is; share `pulsetrain report` or `export` instead"
+                    f"{folder}: event {event.seq} ({event.event}) of rank {rank} has a value that is a credential by its "
+                    "name or form, and an archive keeps the log as it is; share `pulsetrain report` or `export` instead"
                 )
-
-
-def _texts(value: Json) -> Iterator[str]:
-    if isinstance(value, str):
-        if len(value) > 5:
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
 
 
 def _contents(file: zipfile.ZipFile, path: Path) -> _Contents:

@@ -18,7 +18,7 @@ import msgspec
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.engine.metric_words import Mode, mode_of
 from pulsetrain.engine.recording.ending import ENDS, Ending, ending_of
-from pulsetrain.engine.recording.log.files import NamedPath, log_files
+from pulsetrain.engine.recording.log.files import NamedPath, log_files, open_file
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent, decode
@@ -350,7 +350,8 @@ def status_of(folder: Path, ending: Ending | None, updated: float | None, gap: f
 def _owner(folder: Path) -> bytes | None:
     """The file that a run in progress keeps in its folder."""
     try:
-        return (folder / ".owner").read_bytes()
+        with open_file(folder / ".owner") as file:
+            return file.read()
     except OSError:
         return None
 
@@ -368,7 +369,8 @@ def _settings(folder: Path, described: Mapping[str, Json]) -> dict[str, Json]:
     from pulsetrain.configuration.yaml_text import load_yaml
 
     try:
-        found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"), fast=True)
+        with open_file(folder / "config.yaml") as file:
+            found = load_yaml(file.read().decode(), fast=True)
         if isinstance(found, dict):
             found.pop("run", None)  # its folder, or a pattern for it
             return _values(found)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.file_lock import lock
+from pulsetrain.engine.recording.log.files import open_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["TAGS_FILE", "change_tags", "read_tags"]
@@ -26,7 +30,8 @@ def read_tags(folder: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> tuple[str, ...]:
-    return tuple(sorted(set(msgspec.json.decode(path.read_bytes(), type=list[str]))))
+    with open_file(path) as file:
+        return tuple(sorted(set(msgspec.json.decode(file.read(), type=list[str]))))
 
 
 def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] = ()) -> tuple[str, ...]:
@@ -47,19 +52,35 @@ def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] 
             rule = "needs 1 to 64 letters, digits or characters of _ . : / @ = -"
             raise ConfigurationError(rule, "pulsetrain tag", add=tag)
     path = folder / TAGS_FILE
-    try:
-        before = _read(path)
-    except FileNotFoundError:
-        before = ()
-    except (OSError, ValueError) as error:
-        rule = "restore the file, or delete it, and with it the tags"
-        raise RunFolderError(f"{path}: cannot be read: {error}; {rule}") from error
-    tags = tuple(sorted({*before, *added} - set(removed)))
-    if tags == before:
-        return tags
-    try:
-        replace_file(path, msgspec.json.encode(list(tags)) + b"\n")
-    except OSError as error:
-        rule = "make room on its disk, or fix the permissions of the folder"
-        raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {rule}") from error
+    with _changing_alone(folder):
+        try:
+            before = _read(path)
+        except FileNotFoundError:
+            before = ()
+        except (OSError, ValueError) as error:
+            rule = "restore the file, or delete it, and with it the tags"
+            raise RunFolderError(f"{path}: cannot be read: {error}; {rule}") from error
+        tags = tuple(sorted({*before, *added} - set(removed)))
+        if tags == before:
+            return tags
+        try:
+            replace_file(path, msgspec.json.encode(list(tags)) + b"\n")
+        except OSError as error:
+            rule = "make room on its disk, or fix the permissions of the folder"
+            raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {rule}") from error
     return tags
+
+
+@contextmanager
+def _changing_alone(folder: Path) -> Iterator[None]:
+    """While no other process changes the tags of the run: the folder is locked, which leaves no file behind."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        rule = "name a run folder that can be read"
+        raise RunFolderError(f"{folder}: cannot be opened: {error.strerror or error}; {rule}") from error
+    try:
+        lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)

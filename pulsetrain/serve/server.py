@@ -75,7 +75,11 @@ def serve(
         token = secrets.token_urlsafe(24)
     listening = _bound(host, port)
     address = Address(host, listening.getsockname()[1], token)
-    app, end_streams, close = app_of(root, token, None if token is not None else frozenset({host.strip("[]")}))
+    try:
+        app, end_streams, close = app_of(root, token, None if token is not None else frozenset({host.strip("[]")}))
+    except BaseException:
+        listening.close()
+        raise
 
     class Ending(Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:

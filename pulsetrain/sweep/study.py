@@ -97,10 +97,12 @@ def storage_errors(spec: Spec) -> Iterator[None]:
             raise
         cause = error.__cause__ or error
         where, text = "sweep.sqlite", str(getattr(cause, "orig", cause)).partition("\n")[0]
+        is_damaged = spec.storage is None and any(each in text for each in ("not a database", "malformed"))
+        remedy = "restore it, or delete the folder to begin again" if is_damaged else "put that right"
         if spec.storage is not None:
             where, text = "the PostgreSQL server", type(error).__name__  # the driver's text may hold the URL
         raise ConfigurationError(
-            f"{spec.folder}: {where} cannot be read or written: {text}; put that right and give the same command again"
+            f"{spec.folder}: {where} cannot be read or written: {text}; {remedy}, and give the same command again"
         ) from None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.diff.result import spans
-from pulsetrain.export.event_formats import format_count
+from pulsetrain.engine.plain_text import format_count
 from pulsetrain.report.run_curves import RATES
 from pulsetrain.runs.live_rank import LiveRank
 from pulsetrain.watch.braille import draw

@@ -1,12 +1,15 @@
-"""The files of an event log, and paths that messages call by another name."""
+"""The files of an event log, how they are opened, and paths that messages call by another name."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["NamedPath", "log_files"]
+__all__ = ["NamedPath", "log_files", "open_file"]
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,24 @@ def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
     """
     middle = f".rank{rank}" if rank else ""
     return folder / f"events{middle}.jsonl.zst", folder / f"tail{middle}.jsonl"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading. Nobody is waited for: a pipe or a device in its place is an error.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     os.mkfifo(Path(folder, "run.json"))
+    ...     open_file(Path(folder, "run.json"))
+    Traceback (most recent call last):
+        ...
+    OSError: [Errno 22] is a pipe or a device, not a file: '...run.json'
+
+    Raises:
+        OSError: it cannot be opened, or is not a file.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(path))
+    return file

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pulsetrain.engine.metric_words import Mode
+from pulsetrain.engine.recording.log.files import open_file
 from pulsetrain.engine.recording.log.records import Json
 
 __all__ = ["RUN_FILE", "RUN_FORMAT", "id_of_run", "modes_of", "newer_format", "read_run_file"]
@@ -19,7 +20,8 @@ RUN_FORMAT = 1
 def read_run_file(folder: Path) -> dict[str, Json]:
     """The content of run.json; empty if the file is missing or is not a JSON object."""
     try:
-        found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
+        with open_file(folder / RUN_FILE) as file:
+            found = msgspec.json.decode(file.read())
     except (OSError, ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deep
         return {}
     return found if isinstance(found, dict) else {}

@@ -13,6 +13,7 @@ import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import BLOCK_MAGIC, Data, Header, find_next, parse
+from pulsetrain.engine.recording.log.files import open_file
 from pulsetrain.engine.recording.log.index import TABLE_MAGIC, Index
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode, encode
 from pulsetrain.engine.recording.log.tail import unchecked
@@ -106,7 +107,7 @@ def mapped(path: Path) -> Data:
         RecordingError: it cannot be read, for example because it is a folder.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             try:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except OSError:  # a file system whose files cannot be mapped

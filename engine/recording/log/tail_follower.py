@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from pulsetrain.engine.recording.log.files import open_file
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode
 from pulsetrain.engine.recording.log.scan import HEAD, TailHead
 from pulsetrain.engine.recording.log.tail import unchecked
@@ -47,7 +48,7 @@ class TailFollower:
             OSError: the file cannot be read; a missing file has no lines.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 content = self._new(file)
         except FileNotFoundError:
             self.restart()

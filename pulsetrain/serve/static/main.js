@@ -63,7 +63,8 @@ function visible() {
     return words.every((word) => text.includes(word));
   });
   const column = at("sort").value;
-  const key = (run) => run.cells[column];
+  // what a running run changes is in its messages, which bring no cells
+  const key = (run) => (["status", "progress", "updated"].includes(column) ? run[column] : run.best[column] ?? run.cells[column]);
   return found.sort((a, b) => {
     const [one, other] = [key(a), key(b)];
     if (one === other) return 0;

@@ -10,7 +10,7 @@ import pytest
 
 from pulsetrain.cli import main
 from pulsetrain.cli.replay import parse_handler
-from pulsetrain.engine import Events
+from pulsetrain.engine import ConfigurationError, Events
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from tests.support.programs import Program
 
@@ -274,4 +274,9 @@ def test_values_of_arguments_are_yaml() -> None:
         "class_path": "m.H",
         "init_args": {"a": 1e-3, "b": "x/y", "c": [1, 2], "d": None, "e": {"f": 2, "g": 3}},
     }
+    assert parse_handler("""m.H:a="x,y=1",b=[[1, 2], [3]],c=it's,d=4""")["init_args"] == {
+        "a": "x,y=1", "b": [[1, 2], [3]], "c": "it's", "d": 4,
+    }  # fmt: skip
+    with pytest.raises(ConfigurationError, match=r"--handler m.H:a=\[1,b=2: 'a=\[1,b=2' has no value in YAML: .*expected"):
+        parse_handler("m.H:a=[1,b=2")
     assert parse_handler("early_stopping") == {"class_path": "early_stopping", "init_args": {}}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
-from tests.support.run_folders import write_run
+from tests.support.run_folders import BEGUN, SECOND, write_run
 
 
 @pytest.fixture
@@ -145,17 +144,17 @@ def test_prune_shows_first_and_keeps_the_newest_the_best_and_what_forks_were_mad
     assert main(["prune", str(runs), "--yes", "--keep-last", "0"]) == 2
 
 
-def test_prune_leaves_out_recent_runs_and_runs_in_progress(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_prune_leaves_out_recent_runs_and_runs_in_progress(runs: Path, monkeypatch: pytest.MonkeyPatch):
     going = write_run(runs / "going", [1.0], None, closed=False)
     (going / ".owner").write_text('{"pid": 1, "processes": ""}')  # of another host, as far as is known
     for run in (going, runs / "a"):
         manager = CheckpointManager(run / "checkpoints", keep_last_n=100)
         for step in (1, 2):
             manager.save({}, "x", step=step)
-    age = (time.time() - 1_790_000_000) / 86400
-    assert main(["prune", str(runs), "--yes", "--older-than", str(age + 1)]) == 0
+    monkeypatch.setattr("time.time", lambda: BEGUN / SECOND + 40 * 86400)
+    assert main(["prune", str(runs), "--yes", "--older-than", "41"]) == 0
     assert checkpoints(runs / "a") == [1, 2]
-    assert main(["prune", str(runs), "--yes", "--older-than", str(age - 1)]) == 0
+    assert main(["prune", str(runs), "--yes", "--older-than", "39"]) == 0
     assert (checkpoints(runs / "a"), checkpoints(going)) == ([2], [1, 2])
 
 

@@ -367,3 +367,47 @@ def test_what_may_not_be_read_is_named(guarded: Path):
     assert "closed: cannot be read: permission denied; ask its owner for access" in rest
     assert "open/tags.json: cannot be written: Permission denied" in rest
     assert "open.run.zip: the archive cannot be written: Permission denied" in rest
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("run.json", "completed"), ("config.yaml", "completed"), ("tags.json", "completed"),
+        ("events/events.jsonl.zst", "is a pipe or a device, not a file"),
+        ("events/tail.jsonl", "is a pipe or a device, not a file"),
+    ],
+)  # fmt: skip
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    name: str, shown: str, root: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = write_run(root / "a", [1.0])
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert main(["runs", ".", "--columns", "run,status,reason"]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_a_pipe_in_the_place_of_the_owner_is_no_owner(root: Path):
+    folder = write_run(root / "a", [1.0], None, closed=False)
+    os.mkfifo(folder / ".owner")
+    assert summarize(folder).status is Status.KILLED
+
+
+def test_aliases_that_repeat_without_end_are_not_followed(root: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_run(root / "a", [1.0])
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    (folder / "config.yaml").write_text("\n".join(lines))
+    assert main(["runs", "."]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("a    completed")
+    assert main(["train", str(folder / "config.yaml")]) == 2
+    assert "its aliases (*name) repeat values, more than 100,000 in all" in capsys.readouterr().err
+
+
+def test_tags_that_are_given_at_once_are_all_kept(root: Path):
+    write_run(root / "a", [1.0])
+    program = "import sys; from pathlib import Path; from pulsetrain.runs.tags import change_tags\n"
+    program += "for n in range(50): change_tags(Path('a'), [f'{sys.argv[1]}{n}'])"
+    started = [subprocess.Popen([sys.executable, "-c", program, name], cwd=root) for name in "xyz"]
+    assert [each.wait() for each in started] == [0, 0, 0]
+    assert set(read_tags(root / "a")) == {f"{name}{n}" for name in "xyz" for n in range(50)}

@@ -92,7 +92,7 @@ def test_a_log_with_a_credential_is_not_archived(tmp_path: Path):
     secret = "hf_" + "aB3" * 10
     run = write_run(tmp_path / "a", [1.0], "terminate", reason=f"no access with {secret}")
     with pytest.raises(
-        RunFolderError, match=r"event \d+ \(terminate\) of rank 0 has a text that is a credential"
+        RunFolderError, match=r"event \d+ \(terminate\) of rank 0 has a value that is a credential"
     ) as said:
         write_archive(run, tmp_path / "a.zip")
     assert secret not in str(said.value)
@@ -104,7 +104,7 @@ def test_a_credential_in_the_error_of_a_receiver_is_found(tmp_path: Path):
     error = {"__type__": "builtins.OSError", "message": "no access with hf_" + "aB3" * 10}
     writer.add(LoggedEvent(0, "trainer", "epoch_completed", epoch=1, error=error, seq=0, t=BEGUN))
     writer.close()
-    with pytest.raises(RunFolderError, match=r"event 0 \(epoch_completed\) of rank 0 has a text that is a credential"):
+    with pytest.raises(RunFolderError, match=r"event 0 \(epoch_completed\) of rank 0 has a value that is a credential"):
         write_archive(tmp_path / "a", tmp_path / "a.zip")
 
 
@@ -113,3 +113,13 @@ def test_a_text_that_nests_without_end_is_searched_as_a_text(name: str, run: Pat
     secret = "hf_" + "aB3" * 10
     (run / name).write_text("[" * 100_000 + secret)
     assert without_credentials(run / name) == b"[" * 100_000 + b"[redacted]"
+
+
+@pytest.mark.parametrize("kept", ["payload", "output"])
+def test_a_value_whose_name_says_that_it_is_a_credential_is_found(kept: str, tmp_path: Path):
+    writer = LogWriter(tmp_path / "a" / "events")
+    value = {kept: {"connection": {"password": "sesame", "port": 22}}}
+    writer.add(LoggedEvent(0, "trainer", "connected", epoch=1, seq=0, t=BEGUN, **value))
+    writer.close()
+    with pytest.raises(RunFolderError, match=r"event 0 \(connected\) of rank 0 has a value that is a credential"):
+        write_archive(tmp_path / "a", tmp_path / "a.zip")

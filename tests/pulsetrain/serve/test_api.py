@@ -278,6 +278,7 @@ def test_a_token_is_needed_where_others_can_connect(root: Path):
         assert client.get("/api/runs", headers={"cookie": "a b; ="}).status_code == 401
         answer = client.get("/?token=right")
         assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert client.get("http://10.0.0.1:8765//evil.example/?token=right").headers["location"] == "/evil.example/"
         assert "httponly" in answer.headers["set-cookie"].lower()
         assert "samesite=strict" in answer.headers["set-cookie"].lower()
         assert client.get("/api/runs", headers={"cookie": f"{COOKIE}=right"}).status_code == 200
