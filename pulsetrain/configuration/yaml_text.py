@@ -70,7 +70,8 @@ def _size(value: object, known: dict[int, float]) -> float:
         return 1
     if id(value) not in known:
         known[id(value)] = math.inf  # until it is known
-        known[id(value)] = 1 + sum(_size(each, known) for each in (value.values() if isinstance(value, dict) else value))
+        inside = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size(each, known) for each in inside)
     return known[id(value)]
 
 

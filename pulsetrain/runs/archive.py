@@ -293,8 +293,9 @@ def _check_events(folder: Path) -> None:
             said = [event.payload, event.output, event.error]
             if redacted(said) != said:
                 raise RunFolderError(
-                    f"{folder}: event {event.seq} ({event.event}) of rank {rank} has a value that is a credential by its "
-                    "name or form, and an archive keeps the log as it is; share `pulsetrain report` or `export` instead"
+                    f"{folder}: event {event.seq} ({event.event}) of rank {rank} has a value that is a credential by "
+                    "its name or form, and an archive keeps the log as it is; share `pulsetrain report` or `export` "
+                    "instead"
                 )
 
 

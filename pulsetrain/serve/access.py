@@ -74,7 +74,8 @@ class Access:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if hmac.compare_digest(given.encode(), self._token.encode()):
-            response = RedirectResponse(f"/{scope['path'].lstrip('/')}", 303)  # the token leaves the address line; "//a" is a host
+            path = f"/{scope['path'].lstrip('/')}"  # a browser takes "//a" for the host a
+            response = RedirectResponse(path, 303)  # the token leaves the address line
             response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict", max_age=30 * 86400)
             return response
         kept = _cookie(headers.get("cookie", ""))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from pulsetrain.engine.plain_text import plain
+from pulsetrain.engine.plain_text import format_count, plain
 from pulsetrain.engine.recording.diff.result import spans
-from pulsetrain.engine.plain_text import format_count
 from pulsetrain.report.run_curves import RATES
 from pulsetrain.runs.live_rank import LiveRank
 from pulsetrain.watch.braille import draw

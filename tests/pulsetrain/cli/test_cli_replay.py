@@ -277,6 +277,8 @@ def test_values_of_arguments_are_yaml() -> None:
     assert parse_handler("""m.H:a="x,y=1",b=[[1, 2], [3]],c=it's,d=4""")["init_args"] == {
         "a": "x,y=1", "b": [[1, 2], [3]], "c": "it's", "d": 4,
     }  # fmt: skip
-    with pytest.raises(ConfigurationError, match=r"--handler m.H:a=\[1,b=2: 'a=\[1,b=2' has no value in YAML: .*expected"):
+    with pytest.raises(
+        ConfigurationError, match=r"--handler m.H:a=\[1,b=2: 'a=\[1,b=2' has no value in YAML: .*expected"
+    ):
         parse_handler("m.H:a=[1,b=2")
     assert parse_handler("early_stopping") == {"class_path": "early_stopping", "init_args": {}}
