@@ -28,5 +28,5 @@ def format_count(number: int, thing: str) -> str:
     >>> format_count(1, "epoch"), format_count(2000, "epoch"), format_count(2, "batch")
     ('1 epoch', '2,000 epochs', '2 batches')
     """
-    plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
+    plural = f"{thing}es" if thing.endswith("tch") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_handler(text: str) -> dict[str, Any]:
-    """A class path with its arguments, whose values are YAML. A value goes on after a comma until it is whole.
+    """A class path with its arguments, whose values are YAML. A comma inside of a value does not end it.
 
     Raises:
         ConfigurationError: an argument has no value, or its value is not YAML.

@@ -387,7 +387,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
     assert shown in capsys.readouterr().out
 
 
-def test_a_pipe_in_the_place_of_the_owner_is_no_owner(root: Path):
+def test_a_run_with_a_pipe_in_the_place_of_its_owner_has_been_killed(root: Path):
     folder = write_run(root / "a", [1.0], None, closed=False)
     os.mkfifo(folder / ".owner")
     assert summarize(folder).status is Status.KILLED

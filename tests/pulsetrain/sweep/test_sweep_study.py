@@ -43,7 +43,7 @@ def of_another_version(file: Path) -> None:
     [
         (
             damaged,
-            "sweep.sqlite file is not a database; restore it, or delete the folder to begin again",
+            "file is not a database; restore it, or delete the folder to begin again",
         ),
         (of_another_version, "does not fit the installed Optuna: .*set up by optuna 99.0.0"),
         (Path.unlink, "has no sweep.sqlite"),
