@@ -73,7 +73,7 @@ def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] 
 
 @contextmanager
 def _changing_alone(folder: Path) -> Iterator[None]:
-    """While no other process changes the tags of the run: the folder itself is locked, so that no further file is needed."""
+    """While no other process changes the tags of the run: the folder is locked, which needs no further file."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
