@@ -1,10 +1,11 @@
 """A run whose loss jumps: find the iterations and the row, try a different early stopping, and compare two runs.
 
-    python examples/flight_recorder.py          # trains twice for a second or two, in a temporary folder
+    python examples/flight_recorder.py [FOLDER]     # trains twice for a second or two; by default in a temporary folder
 
 The answers need no further training: the log of the run is read, replayed and compared.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -76,4 +77,4 @@ def main(folder: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        main(Path(name))
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else name))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pulsetrain.engine.errors import ArgumentTypeError, did_you_mean
 from pulsetrain.engine.notebook import shorten_traceback
 
-__all__ = ["OF_CONFIG", "OF_TRAINER", "knows_familiar_names", "missing_attribute"]
+__all__ = ["OF_CONFIG", "OF_TRAINER", "SETTINGS", "knows_familiar_names", "missing_attribute"]
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def _all(remedy: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, remedy)
 
 
-_SETTINGS = {
+SETTINGS = {
     **_all("learning_rate=...", "lr", "learning_rate", "base_lr"),
     **_all("max_epochs=...", "epochs", "max_epochs", "num_epochs", "n_epochs", "num_train_epochs"),
     **_all("max_updates=...", "max_steps", "steps", "num_steps"),
@@ -37,15 +37,16 @@ _SETTINGS = {
     **_all("device='cuda'", "accelerator", "use_cuda", "gpus"),
     **_all("optimizer='adamw'", "optim"),
 }
+"""The setting for a keyword of another framework, with its value."""
 _BATCHES = _all("the batch size of the DataLoader", "batch_size", "per_device_train_batch_size")
 
-OF_CONFIG = {name: f"set {setting}" for name, setting in _SETTINGS.items()} | {
+OF_CONFIG = {name: f"set {setting}" for name, setting in SETTINGS.items()} | {
     name: f"choose {remedy}" for name, remedy in _BATCHES.items()
 }
 """What to write in place of a keyword that TrainingConfig does not have."""
 
 OF_TRAINER = {
-    **{name: f"pass config=TrainingConfig({setting})" for name, setting in _SETTINGS.items()},
+    **{name: f"pass config=TrainingConfig({setting})" for name, setting in SETTINGS.items()},
     **{name: f"choose {remedy}" for name, remedy in _BATCHES.items()},
     **_all(
         "pass strategy=SupervisedStrategy('mse'), or with a function of outputs and targets",

@@ -157,7 +157,7 @@ class Trainer(EvaluatedRun):
         bus: EventBus | None = None,
     ) -> None:
         of_subclass = list(vars(self))
-        check_kinds(config, metrics, handlers, callbacks)
+        check_kinds(config, metrics, handlers, callbacks, backend)
         self.config = config = config or TrainingConfig()
         train_loader = NoTrainingData() if train_loader is None else train_loader
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,7 +55,8 @@ def find_device(device: str | torch.device = "auto") -> torch.device:
         rule = f"no such device; this machine has {', '.join(present)}; or 'auto', the accelerator if there is one"
         raise ConfigurationError(rule, device=device) from None
     if str(found) not in present and found.type != "meta":
-        raise ConfigurationError(f"not on this machine, which has {', '.join(present)}; or 'auto'", device=str(device))
+        rule = f"is not on this machine; choose one of {', '.join(present)}, or 'auto'"
+        raise ConfigurationError(rule, device=str(device))
     return found
 
 
@@ -265,6 +267,8 @@ def no_gradient() -> RuntimeError:
 def explain(error: Exception, batch: TrainingBatch, model: object = None) -> None:
     """Add notes to an error: what the batch held, and the remedy for arrays of other libraries or another dtype."""
     error.add_note(given(batch))
+    if isinstance(model, nn.Module) and (where := _module_of(error, model)):
+        error.add_note(f"in the module {where}")
     if any(is_array(leaf) and not isinstance(leaf, Tensor) for leaf in tree_leaves((batch.inputs, batch.targets))):
         error.add_note(
             "TorchBackend computes with torch tensors: let the loader give torch.from_numpy(array), or "
@@ -275,6 +279,18 @@ def explain(error: Exception, batch: TrainingBatch, model: object = None) -> Non
         inputs = next((each.dtype for each in tree_leaves(batch.inputs) if isinstance(each, Tensor)), weights)
         if inputs != weights:
             error.add_note(f"the weights are {weights}: let the dataset return inputs.to({weights})")
+
+
+def _module_of(error: Exception, model: nn.Module) -> str:
+    """The innermost named module of the model in which the error was raised; "" if it was in none."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module) and id(module) in names:
+            details = module.extra_repr() if not list(module.children()) else ""
+            found = f"{names[id(module)]!r}, {type(module).__name__}{f'({details})' if details else ''}"
+    return found
 
 
 def given(batch: TrainingBatch) -> str:

@@ -70,6 +70,8 @@ def resolve(path: str | os.PathLike[str]) -> Location:
     if folder.parent.name in (BEST, LATEST) or is_checkpoint_name(folder.parent.name) or _has_manifest(folder.parent):
         raise CheckpointError(f"{folder}: a checkpoint is a folder; name {folder.parent}, without {folder.name!r}")
     if folder.name in (BEST, LATEST):
+        if isinstance(folder, Path) and not folder.parent.exists():
+            raise CheckpointError(f"{folder}: there is no folder {folder.parent}; `pulsetrain runs` lists the runs")
         raise CheckpointError(
             f"{folder}: there is no checkpoint in {folder.parent}; name the run folder, too, as "
             f"RUN/checkpoints/{folder.name}"

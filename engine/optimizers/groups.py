@@ -61,10 +61,8 @@ def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:
         frozen = sum(1 for _ in model.parameters())
-        raise refused(
-            f"no trainable parameter ({frozen} frozen ones); call requires_grad_(True) on those to train",
-            model=type(model),
-        )
+        rule = f"no trainable parameter ({frozen} frozen ones); call requires_grad_(True) on those to train"
+        raise refused(rule if frozen else "has no parameters, so there is nothing to train", model=type(model))
     for name, parameter in trainable:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise refused(f"{name!r} has no shape yet; run the model on one batch first", model=type(model))

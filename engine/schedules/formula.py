@@ -146,10 +146,13 @@ def require_same(name: str, saved: object, own: Mapping[str, object]) -> None:
         if where not in theirs or where not in mine or theirs[where] != mine[where]
     ]
     if differences:
-        raise CheckpointError(
-            f"{name}.load_state_dict(): {'; '.join(differences)}; "
-            "build the schedule with the parameters it was saved with"
-        )
+        remedy = "build the schedule with the parameters it was saved with"
+        if any(each.partition(" ")[0].endswith("total_steps") for each in differences):
+            remedy = (
+                "the schedule ends with the run, so resume with the run's length (max_epochs, max_iterations, ...); to "
+                "train longer, continue as a new run: pulsetrain fork RUN --set training.max_epochs=N"
+            )
+        raise CheckpointError(f"{name}.load_state_dict(): {'; '.join(differences)}; {remedy}")
 
 
 def _leaves(value: object, path: str) -> dict[str, object]:

@@ -22,7 +22,7 @@ from pulsetrain.engine.checkpoint import (
 from pulsetrain.engine.distributed.joining import busy, join
 from pulsetrain.engine.distributed.pulse import SharedFlag
 from pulsetrain.engine.distributed.ranks import is_sharded, ranks
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList, EventType
 from pulsetrain.engine.events.payloads import CheckpointSaved
@@ -31,6 +31,7 @@ from pulsetrain.engine.metrics import Mode
 from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.cadence import check_every
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 from pulsetrain.handlers.checkpointing.best_pointer import BestPointer
 from pulsetrain.handlers.checkpointing.ranking import Ranking
@@ -110,8 +111,8 @@ class Checkpointer(Handler):
             raise ConfigurationError("needs at least 1; metric=None keeps no best", "Checkpointer", keep_best=keep_best)
         check_whole_number("Checkpointer", "keep_best", keep_best)
         check_mode("Checkpointer", mode)
-        if isinstance(every, str) and every != "auto":
-            raise unknown_name("Checkpointer", "every", every, ("auto",))
+        if every != "auto":
+            check_every("Checkpointer", every, "Every(epochs=1), or 'auto'", or_none=True)
         check_name("Checkpointer", name)
         if form is not None:
             check_form("Checkpointer", form)

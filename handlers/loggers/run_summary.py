@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
@@ -154,11 +154,20 @@ def _next_steps(engine: Engine) -> Iterator[str]:
         latest = saver.manager.get_latest() if best is None else best
         if latest is not None:
             yield f"{'Best checkpoint' if best is not None else 'Checkpoint'}: {latest}"
-            bound = "" if str(engine.state.stop_reason).endswith("was received") else ", with a larger bound"
             model = "" if Path(_run_folder(engine), "config.yaml").is_file() else ", model"
-            yield f"Continue: trainer.train(resume='latest'){bound}; predict: pulsetrain.load(path{model})"
+            yield f"{_continued(engine, handlers)}Predict: pulsetrain.load(path{model})"
     if recorder is not None:
         yield f"Look at it: pulsetrain report {_run_folder(engine)}"
+
+
+def _continued(engine: Engine, handlers: Mapping[str, object]) -> str:
+    """How to train on; "" where the schedule has ended with the run."""
+    if str(engine.state.stop_reason).endswith("was received"):
+        return "Continue: trainer.train(resume='latest'). "
+    if "LRScheduler" in handlers:
+        return ""
+    bound = "max_epochs" if engine.state.max_epochs else "bound"
+    return f"Continue: trainer.train(resume='latest'), with a larger {bound}. "
 
 
 def _run_folder(engine: Engine) -> str:

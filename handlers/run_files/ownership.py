@@ -106,8 +106,8 @@ def take_all(engine: Engine, *, wait: bool = False, restart: bool = False) -> No
 def holds_another_run(place: str, folder: Location) -> RunFolderError:
     """The error for a new run in a folder that has one."""
     rule = (
-        "holds a run already, and nothing is overwritten; resume it with train(resume='latest'), for which a trainer "
-        "needs a Checkpointer, or choose another folder"
+        "holds a run already, and nothing is overwritten; continue it with train(resume='latest'), which needs a "
+        "Checkpointer, or choose another folder"
     )
     return RunFolderError(rule, place, folder=str(folder))
 

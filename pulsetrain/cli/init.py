@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from importlib.util import find_spec
 
 from pulsetrain.cli.examples import copy_example, project
 from pulsetrain.cli.reports import OK
@@ -18,5 +19,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{target}: {', '.join(sorted(each.name for each in target.iterdir()))}")
     print(f"train:   cd {place} && pulsetrain train config.yaml")
     print(f"resume:  cd {place} && pulsetrain train config.yaml --resume latest")
-    print(f"test:    cd {place} && pytest")
+    needs = "" if find_spec("pytest") is not None else "pip install pytest && "
+    print(f"test:    cd {place} && {needs}pytest")
     return OK

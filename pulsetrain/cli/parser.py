@@ -97,9 +97,10 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             command = self.commands.get(getattr(chosen, "command", ""), self)
             known = [name for each in command.declared for name in each.option_strings]
-            self.error(
-                f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0].partition('=')[0], known)}"
-            )
+            option = unknown[0].partition("=")[0]
+            hint = "; it belongs after the command" if option in known else did_you_mean(option, known)
+            setting = _setting(chosen.command, option)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{setting or hint}")
         return chosen
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -107,6 +108,15 @@ class CommandParser(argparse.ArgumentParser):
             choices = [str(each) for each in action.choices]
             hint = did_you_mean(value, choices) or f" (choose from {', '.join(map(repr, choices))})"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
+
+
+def _setting(command: str, option: str) -> str:
+    """The setting that an option of another program is called here; "" if none is, or the command takes none."""
+    from pulsetrain.cli.settings import CONFIGURED
+    from pulsetrain.familiar_names import SETTINGS
+
+    setting = SETTINGS.get(option.removeprefix("--").replace("-", "_")) if command in CONFIGURED else None
+    return "" if setting is None else f"; give it as --training.{setting.partition('=')[0]}"
 
 
 def make_parser() -> argparse.ArgumentParser:

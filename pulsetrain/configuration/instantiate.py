@@ -8,12 +8,14 @@ names to choose from, or the value as the file has it (tests/pulsetrain/configur
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import is_dataclass
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import jsonargparse
@@ -71,7 +73,17 @@ def instantiate(
     except Exception as error:
         text = outdated_import(error) or str(error)
         kind = "" if text.startswith(f"{name}(") or text != str(error) else f"{type(error).__name__}: "
-        raise ConfigurationError(f"in {location}: {kind}{text}") from error
+        raise ConfigurationError(f"in {location}: {kind}{text}{_raised_in(error)}") from error
+
+
+def _raised_in(error: Exception) -> str:
+    """The line of the user's code in which the error was raised; "" if it was raised in no such code."""
+    paths = sysconfig.get_paths()
+    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", str(Path(__file__).parents[1]), *installed)):
+            return f" ({frame.filename}, line {frame.lineno})"
+    return ""
 
 
 def _located(

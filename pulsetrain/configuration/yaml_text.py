@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 
 __all__ = ["load_yaml", "one_line", "read_yaml"]
 
@@ -83,6 +83,11 @@ def read_yaml(path: os.PathLike[str]) -> Any:  # whatever the file holds
     """
     try:
         return load_yaml(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        folder = Path(path).parent
+        others = [each.name for each in folder.glob("*.y*ml")] if folder.is_dir() else []
+        hint = did_you_mean(Path(path).name, others) or "; `pulsetrain init` writes a project with one"
+        raise ConfigurationError(f"{path}: there is no such file{hint}") from error
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

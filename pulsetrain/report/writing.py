@@ -111,7 +111,7 @@ def _check_target(path: Path, folders: Sequence[Path], force: bool) -> None:
     elif inside and path.resolve() != inside[0].resolve() / NAME:
         rule = f"is in the run {inside[0]}, which is only read; choose another file, or {inside[0] / NAME}"
     elif path.exists() and not force:
-        rule = "exists; choose another file, or overwrite it with --force (force=True)"
+        rule = "exists; choose another file with --into (into=...), or overwrite it with --force (force=True)"
     elif not os.access(path.parent, os.W_OK):
         rule = f"{path.parent} cannot be written; choose another folder or fix its permissions"
     else:

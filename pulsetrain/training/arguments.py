@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -42,6 +43,7 @@ from pulsetrain.handlers import (
     RunSummary,
     SampleText,
 )
+from pulsetrain.handlers.callback import Callback
 from pulsetrain.handlers.plots.notebook_curve import NotebookCurve
 from pulsetrain.training.as_written import as_written
 from pulsetrain.training.no_data import NoTrainingData
@@ -69,7 +71,7 @@ _TOGETHER = (HuggingFaceExporter, SampleText)  # which act at the same events in
 _OF_ALL = (Checkpointer, *_TOGETHER)  # what all processes do together if the model is sharded
 
 
-def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
+def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: Any, backend: object) -> None:
     """Reject arguments of the wrong kind, by name.
 
     Raises:
@@ -80,6 +82,11 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) 
     check_type("Trainer", "metrics", metrics, Mapping | None, "a mapping, as {'accuracy': Accuracy()}")
     check_type("Trainer", "handlers", handlers, list | tuple, "a list, as handlers=[...]")
     check_type("Trainer", "callbacks", callbacks, list | tuple, "a list, as callbacks=[...]")
+    if backend is not None and (isinstance(backend, type) or not hasattr(backend, "builds_model")):
+        raise ArgumentTypeError("needs a backend, such as TorchBackend() or JaxBackend()", "Trainer", backend=backend)
+    for callback in callbacks:
+        if not isinstance(callback, Callback) and callable(getattr(callback, "attach", None)):
+            raise ArgumentTypeError("is a handler; pass it in handlers=[...]", "Trainer", callbacks=[callback])
     for name, metric in (metrics or {}).items():
         if isinstance(metric, type):
             raise ArgumentTypeError(f"needs an object, as {metric.__name__}()", "Trainer", metrics={name: metric})
@@ -262,7 +269,9 @@ def configured_handlers(
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
     if config.progress and not any(isinstance(each, (ProgressBar, ConsoleLogger)) for each in given):
-        added += [RunSummary(on_error="warn"), ProgressBar(on_error="warn")]
+        has_bar = find_spec("tqdm") is not None  # a small installation lacks it
+        lines = ProgressBar(on_error="warn") if has_bar else ConsoleLogger(on_error="warn")
+        added += [RunSummary(on_error="warn"), lines]
         added += [NotebookCurve()] if notebook_shell() is not None else []
     return added
 

@@ -27,6 +27,9 @@ def predict(
 ) -> Any:
     """The model's outputs for every batch, in order; see `Trainer.predict`."""
     check_type("Trainer.predict", "loader", loader, Iterable, "an iterable of batches, such as a DataLoader")
+    if hasattr(loader, "__array__"):
+        rule = "is one batch, whose rows would be taken for batches; pass a DataLoader, or a list, as predict([x])"
+        raise ArgumentTypeError(rule, "Trainer.predict", loader=type(loader))
     if isinstance(evaluation.strategy, AlternatingStrategy):
         raise ConfigurationError(
             f"{type(evaluation.strategy).__name__} trains several models in turns, so it is not known which one "

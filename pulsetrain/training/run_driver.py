@@ -281,7 +281,7 @@ class RunDriver:
     def _report_bound(self, epoch: int) -> None:
         state = self._engine.state
         get_logger("pulsetrain").info(
-            "the run has reached its bound already, and no batch is trained; a larger bound would continue it",
+            "the run has reached its bound already, and no batch is trained; a larger bound continues it",
             iteration=state.iteration,
             epoch=epoch,
             bound=f"max_epochs={state.max_epochs}" if state.max_iters is None else self._engine.describe_bound(),

@@ -134,9 +134,11 @@ class TestRunSummary:
             trainer.train()
             return stream.getvalue().splitlines()
 
-        bound = "Continue: trainer.train(resume='latest'), with a larger bound; predict: pulsetrain.load(path, model)"
+        bound = (
+            "Continue: trainer.train(resume='latest'), with a larger max_epochs. Predict: pulsetrain.load(path, model)"
+        )
         assert bound in lines(tmp_path / "ended")
-        assert bound.replace(", with a larger bound", "") in lines(tmp_path / "stopped")
+        assert bound.replace(", with a larger max_epochs", "") in lines(tmp_path / "stopped")
         (tmp_path / "configured").mkdir()
         (tmp_path / "configured" / "config.yaml").touch()
         assert bound.replace("path, model", "path") in lines(tmp_path / "configured")

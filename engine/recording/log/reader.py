@@ -88,6 +88,8 @@ class EventLog:
         self.label = label  # what messages call the folder
         self._sealed, self._tail = log_files(folder, rank)
         if not self._sealed.exists() and not self._tail.exists():
+            if not Path(path).exists():
+                raise RecordingError(f"{path}: does not exist; `pulsetrain runs` lists the runs below a folder")
             there = ", ".join(map(str, _ranks_in(folder)))
             raise RecordingError(
                 f"{path}: has no log of rank {rank}; there are the logs of these ranks: {there}"
