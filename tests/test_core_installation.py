@@ -90,10 +90,18 @@ trainer = Trainer(tiny_model(), tiny_loader(), tiny_loader(), strategy=Supervise
                   handlers=[Checkpointer("runs/b", metric="val/loss"), ConsoleLogger(), EventRecorder("runs/b")])
 assert len(trainer.train()["train/loss"]) == 2
 """
+DEFAULT = """
+from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig
+from pulsetrain.testing import tiny_loader, tiny_model
+
+loader = tiny_loader()
+trainer = Trainer(tiny_model(), loader, loader, strategy=SupervisedStrategy("mse"), config=TrainingConfig(max_epochs=2))
+assert len(trainer.train()["val/loss"]) == 2
+"""
 NOTHING_ELSE = "import sys; print(sorted({'matplotlib', 'yaml', 'jsonargparse', 'tqdm', 'pandas'} & {*sys.modules}))"
 
 
-@pytest.mark.parametrize("program", [ENGINE, TRAINER], ids=["engine", "trainer"])
+@pytest.mark.parametrize("program", [ENGINE, TRAINER, DEFAULT], ids=["engine", "trainer", "default"])
 def test_the_engine_trains_records_and_replays(python: Path, program: str, tmp_path: Path):
     assert checked(python, "-c", program + NOTHING_ELSE, cwd=tmp_path).splitlines()[-1] == "[]"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import (
+    CheckpointError,
     ConfigurationError,
     Events,
     MetricNotFoundError,
@@ -25,7 +27,7 @@ from pulsetrain.engine import (
 )
 from pulsetrain.engine.metrics import Accuracy
 from pulsetrain.engine.schedules import Constant
-from pulsetrain.handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
+from pulsetrain.handlers import Callback, Checkpointer, ConsoleLogger, EarlyStopping, LRScheduler
 from pulsetrain.training.arguments import check_metric_names
 from tests.support.models import Tokens, loader, regression_model, trainer
 
@@ -45,7 +47,11 @@ from tests.support.models import Tokens, loader, regression_model, trainer
         ({"handlers": [EarlyStopping()]}, ConfigurationError, "no val_loader"),
         ({"metrics": {"m": 3}}, ConfigurationError, "reset"),
         ({"optimizer": "adamx"}, ConfigurationError, "did you mean 'adam'"),
-        ({"config": {"device": "cuda:9"}}, ConfigurationError, "not on this machine"),
+        ({"config": {"device": "cuda:9"}}, ConfigurationError, "is not on this machine; choose one of cpu"),
+        ({"backend": "torch"}, TypeError, r"needs a backend, such as TorchBackend\(\)"),
+        ({"backend": TorchBackend}, TypeError, r"needs a backend, such as TorchBackend\(\)"),
+        ({"callbacks": [EarlyStopping()]}, TypeError, r"is a handler; pass it in handlers=\[...\]"),
+        ({"model": nn.ReLU()}, ConfigurationError, "has no parameters, so there is nothing to train"),
         ({"config": {"device": "gpu"}}, ConfigurationError, "device='gpu'"),
         ({"config": {"schedule": "cosin"}}, ConfigurationError, "did you mean 'cosine'"),
         ({"config": {"max_tokens": 10}}, ConfigurationError, "counts no tokens"),
@@ -415,3 +421,33 @@ def test_a_decorator_without_its_event_is_refused():
 
         @run.on
         def report(trainer: Trainer) -> None: ...
+
+
+@pytest.mark.parametrize("every", [5, 1.5, "5", {"epochs": 1}])
+def test_a_checkpointer_refuses_a_cadence_that_is_no_every(every: Any, tmp_path: Path):
+    with pytest.raises(TypeError, match=r"every=.*needs an Every, such as Every\(epochs=1\), or 'auto'"):
+        Checkpointer(tmp_path, every=every)
+
+
+@pytest.mark.parametrize("batch", [torch.ones(4, 3), torch.ones(4, 3).numpy()])
+def test_one_batch_is_not_predicted_row_by_row(batch: Any):
+    with pytest.raises(TypeError, match=r"is one batch, .* pass a DataLoader, or a list, as predict\(\[x\]\)"):
+        trainer().predict(batch)
+
+
+def test_a_wrong_shape_names_the_module_it_did_not_fit():
+    model = nn.Sequential(nn.Linear(4, 16), nn.Sequential(nn.ReLU(), nn.Linear(15, 1)))
+    training = Trainer(model, loader(), strategy=SupervisedStrategy("mse"), config=TrainingConfig(max_epochs=1))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        training.train()
+    assert "in the module '1.1', Linear(in_features=15, out_features=1, bias=True)" in raised.value.__notes__
+
+
+def test_training_longer_than_the_schedule_says_how(tmp_path: Path):
+    def training(epochs: int) -> Trainer:
+        config = {"schedule": "cosine", "max_epochs": epochs}
+        return trainer(config=config, handlers=[Checkpointer(tmp_path)])
+
+    training(1).train()
+    with pytest.raises(CheckpointError, match=r"total_steps is .*; to train longer, continue as a new run"):
+        training(2).train(resume="latest")

@@ -98,7 +98,7 @@ CASES = {
         "--training.optimizer_options '{nesterov: true,momentum: 0}'",
         "training.optimizer='sgd', training.optimizer_options={nesterov: true, momentum: 0}: ",
     ),
-    "nothing to train": ("--model torch.nn.Flatten", "model=Flatten: no trainable parameter"),
+    "nothing to train": ("--model torch.nn.Flatten", "model=Flatten: has no parameters"),
     "accumulated tokens": (
         "--training.accumulate '{tokens: 64}'",
         "training.accumulate.tokens=64: SupervisedStrategy counts no tokens",
@@ -136,3 +136,39 @@ def test_a_message_begins_with_the_setting(
     assert main(["train", str(tmp_path / "config.yaml"), "--run", str(tmp_path / "run"), *shlex.split(words)]) == 2
     assert capsys.readouterr().err.startswith(f"pulsetrain: error: {message}")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train config.yaml --lr 0.1", "--lr 0.1; give it as --training.learning_rate"),
+        ("train config.yaml --num-epochs 3", "--num-epochs 3; give it as --training.max_epochs"),
+        ("runs --epochs 3", "unrecognized arguments: --epochs"),
+        ("--traceback train config.yaml", "--traceback; it belongs after the command"),
+        ("train confg.yaml", "confg.yaml: there is no such file; did you mean 'config.yaml'?"),
+        ("train other/a.yaml", "other/a.yaml: there is no such file; `pulsetrain init` writes a project with one"),
+        ("events runs/nope", "runs/nope: does not exist; `pulsetrain runs` lists the runs"),
+        ("report runs/nope", "runs/nope: does not exist; `pulsetrain runs` lists the runs"),
+    ],
+)
+def test_what_a_newcomer_types_is_answered_with_the_remedy(
+    words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("model: torch.nn.Linear\n")
+    assert main(words.split()) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_error_in_the_data_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows_of_mine.py").write_text("def load():\n    return load_digit()\n")
+    (tmp_path / "config.yaml").write_text(
+        "model: {class_path: torch.nn.Linear, init_args: {in_features: 1, out_features: 1}}\n"
+        "data: rows_of_mine.load\ntraining: {max_epochs: 1}\n"
+    )
+    assert main(["train", "config.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert f"in data: NameError: name 'load_digit' is not defined ({tmp_path / 'rows_of_mine.py'}, line 2)" in error
