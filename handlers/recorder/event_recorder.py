@@ -127,7 +127,7 @@ class EventRecorder(Handler):
         self._completed: tuple[str, int] | None = None  # the name of the one whose run has ended, and its iteration
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._measures = False  # whether this handler has gradients' norms computed
-        self._stalls: StallWatch | None = None  # where several processes train together
+        self._stalls: StallWatch | None = None  # while the run is going
 
     @property
     def folder(self) -> Path:
@@ -314,7 +314,7 @@ class EventRecorder(Handler):
         if self._outermost is engine:
             self.continuation.start(engine, event)
             log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
-            if self._stalls is None and self._is_shared:
+            if self._stalls is None:
                 self._stalls = StallWatch(log.folder, self.rank, lambda: log.bus.sequence.last)
         logged = log.entry(event)
         logged.observed = {**_bounds(engine), "grad_norm": self._measures}

@@ -21,7 +21,7 @@ _CHANGES = {
         "password", "passwd", "passphrase", "passcode", "pwd", "secret", "credential", "authorization", "bearer", "jwt",
         "webhook", "dsn", "cookie",
     ), 0),
-    "pass": 1, "pw": 1, "auth": 2, "token": 3, "key": 5, "signature": 5, "sig": 5, "session": 5, "sas": 5,
+    "pass": 1, "pw": 1, "auth": 2, "token": 3, "pat": 3, "key": 5, "signature": 5, "sig": 5, "session": 5, "sas": 5,
 }  # fmt: skip
 _NEVER = sys.maxsize
 _OF_OTHER_WORDS = 5  # "pool_token", "low_pass"; a number in the table counts for the word alone
@@ -141,13 +141,13 @@ def _needed_after(before: object, item: object, needed: int) -> int:
     is_option = isinstance(item, str) and item.startswith("--") and _OPTION.fullmatch(item)
     if is_option or not isinstance(before, str) or not _OPTION.fullmatch(before):
         return needed
-    return min(needed, _changes_needed(before))
+    return min(needed, _changes_needed_after(before))
 
 
 def _redacted_text(text: str, needed: int) -> str:
     if not text or _is_secret(text, needed):
         return REDACTED if text else text
-    if (assignment := _ASSIGNMENT.fullmatch(text)) and _is_secret(assignment[2], _changes_needed(assignment[1])):
+    if (assignment := _ASSIGNMENT.fullmatch(text)) and _is_secret(assignment[2], _changes_needed_after(assignment[1])):
         return f"{assignment[1]}={REDACTED}"
     return _without_forms(_without_assignments(text))
 
@@ -157,7 +157,7 @@ def _without_assignments(text: str) -> str:
     parts, end = list[str](), 0
     for found in _NAME.finditer(text):
         name = found[1] or found[2]
-        needed = _changes_needed(name)
+        needed = _changes_needed_after(name)
         if found.start() < end or needed == _NEVER:
             continue
         if text[found.start() - 1 : found.start()] in ("?", "&"):  # in a URL
@@ -183,6 +183,12 @@ def _is_secret(text: str, needed: int) -> bool:
     if needed in (0, _NEVER):
         return needed == 0
     return any(len(_CHANGE.findall(run)) >= needed for run in _RUN.findall(text[:_LONGEST]))
+
+
+def _changes_needed_after(name: str) -> int:
+    """The same for what follows an option of a program, or the name of a variable of the environment."""
+    is_option = name.startswith("-") or name.isupper()
+    return 0 if is_option and name.lstrip("-").lower() in ("token", "auth") else _changes_needed(name)
 
 
 @lru_cache(4096)  # the same names come with each event

@@ -17,6 +17,7 @@ from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.plain_text import plain
+from pulsetrain.runs.summary import Status, is_run, summarize
 from pulsetrain.sweep.population import lineage_of
 from pulsetrain.sweep.results import SweepResults, Trial, read_results, text_of
 from pulsetrain.sweep.spec import Spec, read_saved, read_spec
@@ -29,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.status:
         folder = arguments.sweep if arguments.sweep.is_dir() else Path(_read(arguments).folder)
         with until_closed():
-            print(_table(read_results(folder)))
+            found = read_results(folder)
+            print(_table(replace(found, trials=tuple(map(_noting_killed, found.trials)))))
         return OK
     spec = _read(arguments)
     if spec.replay and not arguments.train:
@@ -121,6 +123,13 @@ def _arguments_of(spec: Spec, handler: str) -> dict[str, object]:
         if isinstance(each, dict) and str(each.get("class_path")).rpartition(".")[2] == handler:
             return dict(each.get("init_args") or {})
     return {}
+
+
+def _noting_killed(trial: Trial) -> Trial:
+    """The trial; one whose process was killed, which the storage does not notice, is "interrupted"."""
+    if trial.state == "running" and is_run(trial.folder) and summarize(trial.folder).status is Status.KILLED:
+        return replace(trial, state="interrupted")
+    return trial
 
 
 def _line(trial: Trial) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import is_newer
+from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
 from pulsetrain.runs.summary import summarize
 
 __all__ = ["Pruned", "prune", "superfluous"]
@@ -26,11 +27,15 @@ class Pruned:
 def superfluous(run: Path, keep_last: int, needed: Collection[str] = ()) -> Pruned:
     """All checkpoints but the newest ones, the best one, those of a newer version, and those that are needed.
 
+    Of a run of a newer version, none is.
+
     Args:
         run: the run folder, of a run that has ended.
         keep_last: how many of the newest, undamaged ones are kept.
         needed: names of checkpoints that are kept.
     """
+    if newer_format(read_run_file(run)):  # what its checkpoints are needed for is not known
+        return Pruned(run, [], 0, keep_last)
     manager = CheckpointManager(run / "checkpoints", keep_last_n=keep_last)
     found = [each for each in find_checkpoints(run / "checkpoints") if isinstance(each, Path)]
     newest = manager.valid()[-keep_last:]

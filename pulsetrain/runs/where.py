@@ -37,8 +37,9 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
         runs: whose settings may be named.
 
     Raises:
-        ConfigurationError: the text is not such a condition, or no run has a setting that it names.
+        ConfigurationError: the text is not such a condition, or no run has a setting or a metric that it names.
     """
+    runs = list(runs)
     settings = dict.fromkeys(name for run in runs for name in run.settings)
 
     def read(node: ast.Name | ast.Attribute) -> Value:
@@ -50,7 +51,27 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
         hint = did_you_mean(name, (*settings, *NAMES)) or f"; besides settings there are {', '.join(NAMES)}"
         raise UnsupportedError(node, f"no run has {name!r}{hint}")
 
-    return predicate(text, read, _NOTHING)
+    condition = predicate(text, read, _NOTHING)
+    _check_constants(text, runs)
+    return condition
+
+
+def _check_constants(text: str, runs: list[RunSummary]) -> None:
+    """Refuse metrics that no run has, and statuses that there are not: such a condition would select nothing."""
+    metrics = dict.fromkeys(name for run in runs for name in (*run.best, *run.last))
+    for node in ast.walk(ast.parse(text.strip(), mode="eval")):
+        match node:
+            case ast.Subscript(ast.Name("best" | "last" as of), ast.Constant(str(name))):
+                known = dict.fromkeys(each for run in runs for each in getattr(run, of))
+                if metrics and name not in known:
+                    has = f"no run has a {'best' if of == 'best' else 'newest'} value of {name!r}"
+                    hint = did_you_mean(name, known) or f"; there are {', '.join(known) or 'none'}"
+                    raise ConfigurationError(f"--where {text!r}: {has}{hint}")
+            case ast.Compare(ast.Name("status"), [ast.Eq() | ast.NotEq()], [ast.Constant(str(name))]):
+                states = [each.value for each in Status]
+                if name not in states:
+                    hint = did_you_mean(name, states) or f"; choose one of {', '.join(states)}"
+                    raise ConfigurationError(f"--where {text!r}: no run has the status {name!r}{hint}")
 
 
 def select_runs(runs: list[RunSummary], where: str | None) -> list[RunSummary]:

@@ -40,7 +40,7 @@ class Address:
     @property
     def url(self) -> str:
         """What is opened in a browser."""
-        host = "localhost" if self.host in ("0.0.0.0", "::") else self.host  # only compared
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # only compared
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/{f'?token={self.token}' if self.token else ''}"
 

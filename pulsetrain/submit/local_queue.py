@@ -232,7 +232,8 @@ class LocalQueue:
         """Note that a running job was killed or stopped: it waits again, unless that has happened too often."""
         with self._open() as connection:
             connection.execute(
-                "UPDATE jobs SET interruptions = interruptions + 1, status = ?, assigned = '[]', ended = ?, "
+                "UPDATE jobs SET interruptions = interruptions + (state = 'running'), status = ?, assigned = '[]', "
+                "ended = ?, "
                 "state = CASE WHEN state = 'cancelling' THEN 'cancelled' "
                 "WHEN interruptions >= restarts THEN 'failed' ELSE 'waiting' END "
                 "WHERE id = ? AND state IN ('running', 'cancelling')",

@@ -234,6 +234,8 @@ def _check_together(path: Path, spec: Spec) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ConfigurationError(f"{path}: is a folder; give the sweep's YAML file, or --status to see its trials")
     given = read_yaml(path)
     if not isinstance(given, dict):
         raise ConfigurationError(f"{path}: needs the entries config, space and metric; see docs/sweep.md")

@@ -130,7 +130,8 @@ def check_settings(spec: Spec) -> None:
             try:
                 resolve(Path(spec.config), settings_of(spec, {name: value}))
             except ConfigurationError as error:
-                raise error.with_text(f"space.{name}: {error}") from error
+                text = str(error).removeprefix(f"space.{name}: ")
+                raise error.with_text(f"space.{name}: {text}") from error
 
 
 def run_job(job: Job, main: Callable[[Sequence[str]], int]) -> None:

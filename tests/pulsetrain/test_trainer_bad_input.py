@@ -424,7 +424,7 @@ def test_a_decorator_without_its_event_is_refused():
 
 
 @pytest.mark.parametrize("every", [5, 1.5, "5", {"epochs": 1}])
-def test_a_checkpointer_refuses_a_cadence_that_is_no_every(every: Any, tmp_path: Path):
+def test_a_checkpointer_refuses_a_cadence_of_another_kind(every: Any, tmp_path: Path):
     with pytest.raises(TypeError, match=r"every=.*needs an Every, such as Every\(epochs=1\), or 'auto'"):
         Checkpointer(tmp_path, every=every)
 

@@ -24,9 +24,9 @@ def diff(
 ) -> LogDiff:
     """Compare the deterministic events of two logs: floats by their bits, or within a tolerance if one is given.
 
-    Times, throughput and other observed values are not compared, nor are superseded events. Blocks with equal digests
-    are not read. If the values of an event were lost with a killed process, only its engine, type, epoch and iteration
-    are compared.
+    Times, throughput and other observed values are not compared, nor are superseded events. Of blocks with equal
+    digests, no values are compared; if nothing differs, they are read to see whether they are damaged. If the values of
+    an event were lost with a killed process, only its engine, type, epoch and iteration are compared.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -74,6 +74,9 @@ class _Comparison:
         a, b = self.sides
         for group in groups(a.pieces, b.pieces):
             self._compare(group)
+        if self.divergence is None:  # "agree" is said of logs that can be read, also where equal digests were enough
+            for side in self.sides:
+                side.check_blocks()
         missing = sorted([*self.missing[0], *self.missing[1]], key=lambda each: each.first)
         for first in missing[:1]:
             holding = b if first.side == "a" else a

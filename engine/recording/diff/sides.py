@@ -86,6 +86,12 @@ class Side:
             if any(piece.last >= ord for piece in pieces):
                 yield from (event for event in self.read(pieces).values() if event.ord >= ord)
 
+    def check_blocks(self) -> None:
+        """Note the sealed blocks that are damaged, in the log's `damage`."""
+        for number in range(len(self.log.headers)):
+            if self.log.lines(number) is None:
+                self.log.block(number)
+
     def may_have_lost(self, ord: int) -> bool:
         """Whether a missing event may have been recorded: the log is damaged there, or was thinned."""
         if any(piece.first <= ord <= piece.last for piece in self._unreadable):

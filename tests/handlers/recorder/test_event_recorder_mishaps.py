@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from pulsetrain import Trainer
 from pulsetrain.engine import ConfigurationError, Engine, Events
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.stall import StallWatch
+from pulsetrain.engine.recording.where import positions
 from pulsetrain.handlers import Checkpointer, EventRecorder
 from tests.support.models import loader, trainer
 
@@ -121,3 +124,19 @@ def test_each_rank_writes_a_log_of_its_own(tmp_path: Path):
         trainer.run(range(3 + rank), max_epochs=1)
     lengths = [len(list(EventLog(tmp_path, rank).read(event="iteration_completed"))) for rank in (0, 1)]
     assert lengths == [3, 4]
+
+
+def test_where_a_single_process_hangs_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StallWatch.__init__, "__defaults__", (0.05,))  # seconds between two looks
+    training = trainer(handlers=[EventRecorder(tmp_path)])
+    stacks = []
+
+    @training.on(Events.ITERATION_COMPLETED(once=2))
+    def hang() -> None:
+        until = time.monotonic() + 60
+        while not stacks and time.monotonic() < until:
+            stacks.extend(each.stall.stack for each in positions(tmp_path) if each.stall is not None)
+            time.sleep(0.05)
+
+    training.train()
+    assert any(place.endswith(" hang") for place in stacks[0])

@@ -91,7 +91,7 @@ def test_equal_but_damaged_is_3(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (["diff", "A", "nowhere"], "nowhere: holds no event log"),
+        (["diff", "A", "nowhere"], "nowhere: does not exist"),
         (["diff", "A", "A/events/events.jsonl.zst"], "holds no event log"),
         (["diff", "A", "A", "--atol", "-1"], "diff(atol=-1.0): needs a number of at least 0"),
         (["diff", "A", "A", "--rtol", "nan"], "diff(rtol=nan): needs a number of at least 0"),

@@ -162,3 +162,28 @@ def test_prune_leaves_out_recent_runs_and_runs_in_progress(runs: Path, monkeypat
 def test_prune_refuses_an_age_that_is_none(days: str, runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["prune", str(runs), "--yes", f"--older-than={days}"]) == 2
     assert f"--older-than {days}: needs days, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ('best["val/los"] < 1', "no run has a best value of 'val/los'; did you mean 'val/loss'?"),
+        ('epoch > 1 and last["xyz"] < 1', "no run has a newest value of 'xyz'; there are val/loss, val/accuracy"),
+        ('status == "complted"', "no run has the status 'complted'; did you mean 'completed'?"),
+        ('status != "x"', "no run has the status 'x'; choose one of running, completed"),
+    ],
+)
+def test_a_condition_that_no_run_can_meet_is_refused(
+    where: str, says: str, runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["runs", "--where", where]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_nothing_is_pruned_from_a_run_of_a_newer_version(runs: Path, capsys: pytest.CaptureFixture[str]):
+    manager = CheckpointManager(runs / "a" / "checkpoints", keep_last_n=100)
+    for step in (1, 2):
+        manager.save({}, "x", step=step)
+    (runs / "a" / "run.json").write_text('{"format": 99, "id": "a"}')
+    assert main(["prune", str(runs), "--yes"]) == 0
+    assert checkpoints(runs / "a") == [1, 2]

@@ -69,7 +69,7 @@ def test_a_scheduler_that_is_not_there_is_named_and_nothing_is_left(
     ("words", "expected"),
     [
         ("--to local", "CONFIG: is missing"),
-        ("missing.yaml --to local", "missing.yaml: cannot be read"),
+        ("missing.yaml --to local", "missing.yaml: there is no such file"),
         ("base.yaml --to local --time 1:00:00", "--time: is for --to slurm, not for local"),
         ("base.yaml --to local --image x", "--image: is for --to kubernetes"),
         ("base.yaml --to slurm --devices 2", "--devices: is for --to local"),
@@ -80,7 +80,7 @@ def test_a_scheduler_that_is_not_there_is_named_and_nothing_is_left(
         ("base.yaml --to local --launch.nproc 3 --devices 2", "the queue of this machine shares out 2 device(s)"),
         ("base.yaml --to local --training.learning_rat 1", "learning_rat"),
         ("base.yaml --to local --parallel.shrad 2", "shrad"),
-        ("base.yaml --to local --training.device cuda:77", "not on this machine, which has cpu"),
+        ("base.yaml --to local --training.device cuda:77", "is not on this machine; choose one of cpu"),
         ("base.yaml --to local --workers 2", "--workers: is for sweeps"),
         ("s.yaml --to local --training.seed 2", "--training.seed: s.yaml is a sweep"),
         ("base.yaml --to kubernetes --run a", "--image: is missing"),

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.cli import main
+from pulsetrain.cli.sweep import _noting_killed
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.log.run_file import read_run_file
-from pulsetrain.sweep.results import read_results
+from pulsetrain.sweep.results import Trial, read_results
 from tests.faults.sweeps import CONFIG, MODEL, ROOT, run
+from tests.support.run_folders import write_run
 
 Streams = pytest.CaptureFixture[str]
 GRID = (
@@ -253,3 +255,12 @@ def test_the_example_finds_a_better_learning_rate(base: Path) -> None:
     best = read_results(Path("out")).best
     assert best is not None
     assert best.values["val/accuracy"] > before
+
+
+def test_a_trial_whose_process_was_killed_is_interrupted(tmp_path: Path):
+    folder = write_run(tmp_path / "0000", [1.0], None, closed=False)
+    states = [
+        _noting_killed(Trial(0, state, {}, {}, where, "")).state
+        for state, where in (("running", folder), ("completed", folder), ("running", tmp_path / "0001"))
+    ]
+    assert states == ["interrupted", "completed", "running"]

@@ -12,6 +12,7 @@ from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
+from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.archive import unpacked, write_archive
 from pulsetrain.runs.credentials import without_credentials
 from tests.support.run_folders import BEGUN, write_run
@@ -123,3 +124,18 @@ def test_a_value_whose_name_says_that_it_is_a_credential_is_found(kept: str, tmp
     writer.close()
     with pytest.raises(RunFolderError, match=r"event 0 \(connected\) of rank 0 has a value that is a credential"):
         write_archive(tmp_path / "a", tmp_path / "a.zip")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (["train.py", "--token", "zzsecret"], ["train.py", "--token", "[redacted]"]),
+        (["--token=supersecretvalue", "--pad-token", "cls"], ["--token=[redacted]", "--pad-token", "cls"]),
+        ("env TOKEN=supersecretvalue python a.py", "env TOKEN=[redacted] python a.py"),
+        ("train.py --token zzsecret --seed 1", "train.py --token [redacted] --seed 1"),
+        ({"github_pat": "a8F3kd92LLq0x"}, {"github_pat": "[redacted]"}),
+        ({"token": "cls", "pattern": "a8F3kd92LLq0x"}, {"token": "cls", "pattern": "a8F3kd92LLq0x"}),
+    ],
+)
+def test_what_follows_an_option_or_a_variable_named_token_is_a_credential(value: object, expected: object):
+    assert redacted(value) == expected

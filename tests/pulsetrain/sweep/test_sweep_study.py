@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.sweep.spec import Spec
+from pulsetrain.sweep.spec import Spec, read_spec
 from pulsetrain.sweep.study import open_study, storage_errors
 
 SPEC = Spec("c", "f", {"rate": (1, 2)}, ("val/loss",), ("min",), "grid")
@@ -71,3 +71,8 @@ def test_a_failure_of_the_storage_is_reported_without_the_statement(tmp_path: Pa
 def test_other_errors_are_not_the_storage_s(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), storage_errors(replace(SPEC, folder=str(tmp_path))):
         raise ZeroDivisionError
+
+
+def test_the_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is a folder; give the sweep's YAML file, or --status"):
+        read_spec(tmp_path)

@@ -357,3 +357,13 @@ def test_of_long_values_the_table_shows_where_they_differ(at: int, length: int):
     assert "OLD" in row
     assert "NEW" in row
     assert len(row) < 120
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_damaged_block_is_reported_although_its_digest_agrees(side: str, tmp_path: Path):
+    for name in ("a", "b"):
+        write(tmp_path / name, run())
+    sealed = tmp_path / side / "events" / "events.jsonl.zst"
+    flip(sealed, sealed.stat().st_size // 3)
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert [damage.partition(":")[0] for damage in found.damage] == [str(tmp_path / side)]
