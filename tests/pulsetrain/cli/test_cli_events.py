@@ -256,7 +256,7 @@ class TestDamage:
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (["nowhere"], "nowhere: holds no event log"),
+        (["nowhere"], "nowhere: does not exist"),
         (["RUN", "--fields", "epoch,metric.x"], "--fields='metric.x'): unknown; choose one of"),
         (["RUN", "--where", "loss > 3"], "where: no field 'loss'"),
         (["RUN", "--where", "epoch >"], "where: invalid syntax\n  epoch >\n         ^\n"),

@@ -142,4 +142,4 @@ def test_an_error_of_the_model_says_how_to_see_where(folder: Path, capsys: Strea
 
 def test_a_missing_configuration_is_refused(folder: Path, capsys: Streams) -> None:
     assert main(["lr-find", "other.yaml"]) == 2
-    assert "other.yaml: cannot be read" in capsys.readouterr().err
+    assert "other.yaml: there is no such file" in capsys.readouterr().err

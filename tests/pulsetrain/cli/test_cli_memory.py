@@ -291,7 +291,7 @@ def test_bad_input_is_reported_without_a_traceback(deep: Path, capsys: Streams, 
 
 def test_a_missing_configuration_is_refused(folder: Path, capsys: Streams) -> None:
     assert main(["memory", "other.yaml"]) == 2
-    assert "other.yaml: cannot be read" in capsys.readouterr().err
+    assert "other.yaml: there is no such file" in capsys.readouterr().err
 
 
 def test_an_error_of_the_model_says_how_to_see_where(deep: Path, capsys: Streams) -> None:

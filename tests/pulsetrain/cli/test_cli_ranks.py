@@ -100,7 +100,7 @@ def test_an_unknown_rank_is_refused_with_those_that_exist(
     assert main([command[0], "run", *command[1:], "--rank=2"]) == 2
     assert "run: has no log of rank 2; there are the logs of these ranks: 0, 1" in capsys.readouterr().err
     assert main([command[0], "nowhere", *command[1:], "--rank=2"]) == 2
-    assert "nowhere: holds no event log" in capsys.readouterr().err
+    assert "nowhere: does not exist" in capsys.readouterr().err
 
 
 def test_events_and_export_read_the_log_of_a_rank(

@@ -116,7 +116,7 @@ def test_the_handlers_to_choose_from_are_listed_once(
 def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "nothing"), "--handler", "early_stopping"]) == 2
     error = capsys.readouterr().err
-    assert "holds no event log" in error
+    assert "nothing: does not exist" in error
     assert len(error.splitlines()) == 1
 
 

@@ -81,7 +81,7 @@ def test_a_changed_configuration_is_reported(workdir: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["verify", "b"], "holds no event log"),
+        (["verify", "b"], "b: does not exist"),
         (["verify", "a", "--from", "3"], "has no checkpoint before iteration 3"),
         (["verify", "a", "--from", "0"], "at least 1"),
         (["verify", "a", "--training.seed", "4"], "--training.seed: verify has no such option"),

@@ -203,7 +203,7 @@ class TestReading:
             read(tmp_path, LEAST + "run: runs/a\nhandlers: [CSVLogger]\n", **{key: value})
 
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match=r"nothing.yaml: cannot be read: No such file"):
+        with pytest.raises(ConfigurationError, match=r"nothing.yaml: there is no such file"):
             read_config(tmp_path / "nothing.yaml", {})
 
 

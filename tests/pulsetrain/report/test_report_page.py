@@ -181,7 +181,7 @@ class TestBadInput:
         folder, page = small_run(tmp_path / "run"), tmp_path / "page.html"
         page.write_text("mine")
         assert main(["report", str(folder), "--into", str(page)]) == 2
-        assert "exists; choose another file, or overwrite it with --force" in capsys.readouterr().err
+        assert "exists; choose another file with --into" in capsys.readouterr().err
         assert page.read_text() == "mine"
         assert main(["report", str(folder), "--into", str(page), "--force"]) == 0
         assert page.stat().st_size > 10**6

@@ -125,7 +125,7 @@ def test_a_run_that_is_removed_while_it_is_served(root: Path):
             assert time.monotonic() < end, "the run is neither read nor refused"
             time.sleep(0.05)
             series = store.series("a")
-        assert "holds no event log" in str(series)
+        assert "does not exist" in str(series)
         store.refresh()
         assert store.runs == {}
     finally:

@@ -123,7 +123,7 @@ def test_a_backend_that_computes_with_values_names_the_setting_too():
 
 
 def test_a_model_without_anything_to_train_is_an_argument_of_the_trainer():
-    with pytest.raises(ConfigurationError, match=r"^Trainer\(model=Tanh\): no trainable parameter"):
+    with pytest.raises(ConfigurationError, match=r"^Trainer\(model=Tanh\): has no parameters"):
         Trainer(nn.Tanh(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=TrainingConfig(progress=False))
 
 
