@@ -41,7 +41,7 @@ export function timeline(view) {
     const layout = plainLayout();
     Object.assign(layout.margin, { l: Math.max(100, 12 + 7 * Math.max(...rows.map((row) => row.name.length))), b: 46 });
     layout.yaxis = { ...layout.yaxis, tickvals: rows.map((row, index) => rows.length - index - 0.5), ticktext: rows.map((row) => plain(row.name)), range: [0, rows.length], showgrid: false, fixedrange: true };
-    layout.xaxis.title = { text: "iteration" };
+    layout.xaxis.title = { text: "iteration", font: { size: 10 } };
     chart.style.height = `${Math.min(900, 120 + rows.length * (24 + 9 * Object.keys(found).length))}px`;
     Plotly.react(chart, traces, layout, { displayModeBar: false, responsive: true });
   }
