@@ -12,6 +12,7 @@ import asyncio
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from pulsetrain.watch.watched import watch_runs
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLES = DOCS.parent / "examples"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DOCS)}  # where target_reached.py is
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{DOCS}:{DOCS.parent}"}  # for target_reached.py
 RATES = (0.003, 0.001, 0.01, 0.1, 0.03)  # of the runs on the page of `pulsetrain serve`
 TERMINAL = (150, 44)  # columns and lines
 WATCHED = 0.35  # share of the runs that is trained when the terminal is drawn
@@ -90,8 +91,8 @@ def draw_schedules(folder: Path) -> None:
 
 
 def draw_serve(folder: Path) -> None:
-    """serve.png, serve_timeline.png and serve_what_if.png: views of the page, over five runs."""
-    project(folder, {"class_path": "target_reached.AccuracyTargets"})
+    """serve.png and serve_VIEW.png: the views of the page, over runs, forks, a sweep, and a run that hangs."""
+    project(folder, {"class_path": "target_reached.AccuracyTargets"}, save={"keep_last": 20})
     names = [f"digits-{number}" for number in range(1, len(RATES) + 1)]
     for name, rate in zip(names, RATES, strict=True):
         train(folder, name, f"--training.learning_rate={rate}")
@@ -104,21 +105,95 @@ def draw_serve(folder: Path) -> None:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().rpartition(": ")[2].strip()
-            runs = [("run", name) for name in names]
-            for view, height, ready, picture in (
-                ("Curves", 1000, "document.querySelectorAll('.chart[data-points]').length > 5", "serve.png"),
-                ("What if", 420, "document.querySelectorAll('tbody tr').length === 5", "serve_what_if.png"),
-                ("Timeline", 640, "document.querySelectorAll('.chart .trace').length > 20", "serve_timeline.png"),
-            ):
-                resize(chromium, 1300, height)
+
+            def draw(view: str, size: tuple[int, int], ready: str, picture: str, *runs: str) -> None:
+                resize(chromium, *size)
                 chromium.get("about:blank")
-                chromium.get(f"{address}#{urlencode([('view', view), *runs])}")
+                chromium.get(f"{address}#{urlencode([('view', view), *(('run', name) for name in runs)])}")
                 until(chromium, ready)
                 until(chromium, "document.getElementById('state').textContent === 'live'")
                 time.sleep(1)  # the last curves
+                chromium.execute_script(SHORTEN)
                 chromium.get_screenshot_as_file(DOCS / picture)
+
+            curves = "document.querySelectorAll('.chart[data-points]').length > 5"
+            table = "document.querySelectorAll('tbody tr').length"
+            draw("Curves", (1300, 1000), curves, "serve.png", *names)
+            draw("What if", (1300, 420), f"{table} === 5", "serve_what_if.png", *names)
+            traces = "document.querySelectorAll('.chart .trace').length"
+            draw("Timeline", (1300, 640), f"{traces} > 20", "serve_timeline.png", *names)
+            draw("Events", (1200, 560), f"{table} > 20", "serve_events.png", names[0])
+            with dark(chromium):
+                charts = "document.querySelectorAll('.chart[data-points]').length"
+                draw("Curves", (500, 1000), f"{charts} > 1", "serve_narrow.png", *names[:3])
+            forks = _fork(folder, names[0])
+            listed = f"document.querySelectorAll('#runs li').length === {len(names) + len(forks)}"
+            draw("Compare", (1200, 720), f"{table} > 5", "serve_compare.png", names[0], forks[1])
+            draw("Lineage", (1200, 480), f"{listed} && document.querySelector('.tree')", "serve_lineage.png", *forks)
+            trials = [f"sweep/trials/{number:04}" for number in range(8)]
+            command("sweep", str(EXAMPLES / "sweep.yaml"), "--folder", "runs/sweep", folder=folder)
+            draw("Sweeps", (1200, 780), f"{traces} > 1 && {table} === 8", "serve_sweeps.png", *trials)
+            _draw_texts(folder, draw)
+            _draw_processes(folder, draw)
         finally:
             server.terminate()
+
+
+def _fork(folder: Path, run: str) -> list[str]:
+    """Train forks of a run, and one of a fork; returns their names."""
+    forks = ((run, 225, 0.01), (run, 450, 0.03), ("fork-450", 675, 0.001))
+    for parent, at, rate in forks:
+        words = ("fork", f"runs/{parent}", "--at", str(at), "--into", f"runs/fork-{at}")
+        command(*words, "--set", f"training.learning_rate={rate}", "--train", folder=folder)
+    return [f"fork-{at}" for _, at, _ in forks]
+
+
+def _draw_texts(folder: Path, draw: Callable[..., None]) -> None:
+    """serve_media.png: the figures of a language model."""
+    words = ("--run", "runs/byte_lm", "--training.max_tokens=400000")
+    command("train", str(EXAMPLES / "byte_lm" / "config.yaml"), *words, folder=folder)
+    loaded = "[...document.images].length && document.images[0].naturalWidth"
+    draw("Media", (1200, 780), loaded, "serve_media.png", "byte_lm")
+
+
+def _draw_processes(folder: Path, draw: Callable[..., None]) -> None:
+    """serve_processes.png: two processes, one of which reads a batch that never comes."""
+    (folder / "slow_disk.py").write_text(SLOW_DISK)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["handlers"].append({"class_path": "slow_disk.SlowDisk"})
+    (folder / "hanging.yaml").write_text(yaml.safe_dump(config))
+    words = _program("train", "hanging.yaml", "--run", "runs/hanging", "--launch.nproc", "2")
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    stacks = "document.querySelectorAll('pre').length === 2"
+    with subprocess.Popen(words, cwd=folder, env=ENVIRONMENT, start_new_session=True, **silent) as training:
+        try:
+            draw("Processes", (1200, 760), stacks, "serve_processes.png", "hanging")
+        finally:
+            os.killpg(training.pid, signal.SIGKILL)
+
+
+SHORTEN = r"""
+for (const each of document.querySelectorAll("pre"))  // stacks, without the folders of this machine
+  each.textContent = each.textContent.replace(/^\S*\/(?=(torch|ignite|pulsetrain)\/|slow_disk)/gm, "");
+"""
+SLOW_DISK = '''
+import os
+import time
+
+from pulsetrain import Events
+
+
+class SlowDisk:
+    """Rank 1 waits for a file at iteration 100."""
+
+    def attach(self, trainer):
+        trainer.add_event_handler(Events.GET_BATCH_STARTED, self.read_batch)
+        return self
+
+    def read_batch(self, trainer):
+        if os.environ["RANK"] == "1" and trainer.state.iteration == 100:
+            time.sleep(3600)
+'''
 
 
 def draw_watch(folder: Path) -> None:
@@ -195,6 +270,15 @@ def browser(width: int, height: int) -> Iterator[Any]:
         yield driver
     finally:
         driver.quit()
+
+
+@contextmanager
+def dark(chromium: Any) -> Iterator[None]:
+    """Prefer dark pages."""
+    wanted = {"name": "prefers-color-scheme", "value": "dark"}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [wanted]})
+    yield
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def resize(chromium: Any, width: int, height: int) -> None:

@@ -1,11 +1,16 @@
-"""The style sheet of the page."""
+"""The style sheet of the page.
+
+In dark, the figures are inverted as a whole with their hues kept: so they follow a change of the preference without a
+script, and what their camera button saves remains dark on white, as papers need it.
+"""
 
 __all__ = ["STYLE"]
 
 STYLE = """\
-:root { color-scheme: light; --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; }
+:root { color-scheme: light; --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --ground: #f3f4f6; --raised: #fff;
+  --differs: #fffbeb; }
 * { box-sizing: border-box; }
-body { margin: 0; background: #f3f4f6; color: var(--ink);
+body { margin: 0; background: var(--ground); color: var(--ink);
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 main { max-width: 1480px; margin: 0 auto; padding: 24px; }
 header { display: flex; flex-wrap: wrap; align-items: baseline; gap: 4px 16px; margin-bottom: 16px; }
@@ -14,7 +19,7 @@ h2 { font-size: 15px; margin: 0; overflow-wrap: anywhere; }
 small, .made, .hint { color: var(--muted); font-weight: 400; font-size: 12px; }
 .made { margin: 0; }
 .hint { margin: 0 0 10px; }
-section, article, .damage { background: #fff; border: 1px solid var(--line); border-radius: 8px;
+section, article, .damage { background: var(--raised); border: 1px solid var(--line); border-radius: 8px;
   padding: 14px 16px; margin-bottom: 16px; }
 .cards { display: grid; grid-template-columns:
   repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 16px; margin-bottom: 16px; }
@@ -28,7 +33,7 @@ article span { font-size: 11.5px; font-weight: 600; border-radius: 10px;
 .completed { background: #dcfce7; color: #166534; }
 .stopped { background: #fef3c7; color: #92400e; }
 .failed { background: #fee2e2; color: #991b1b; }
-.open { background: #e5e7eb; color: #374151; }
+.open { background: var(--line); color: var(--ink); }
 .damage { background: #fef2f2; border-color: #fca5a5; color: #7f1d1d; }
 .damage ul { margin: 6px 0 0; padding-left: 20px; }
 summary { cursor: pointer; }
@@ -37,14 +42,28 @@ summary h2 { display: inline; }
 table { border-collapse: collapse; font-size: 13px; min-width: 50%; }
 th, td { text-align: left; vertical-align: top; padding: 4px 18px 4px 8px;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-thead th { white-space: nowrap; border-bottom: 1px solid #d1d5db; }
+thead th { white-space: nowrap; border-bottom: 1px solid var(--line); }
 tbody th { font-weight: 500; white-space: nowrap; }
 td { font-variant-numeric: tabular-nums; max-width: 420px; }
-.differs th, .differs td { background: #fffbeb; }
+.differs th, .differs td { background: var(--differs); }
 .differs th:first-child { box-shadow: inset 3px 0 #f59e0b; }
 .best td { white-space: nowrap; }
 .top { font-weight: 700; }
 .texts td { white-space: pre-wrap; max-width: 900px; }
 .processes .failed { white-space: pre-wrap; font: 12px/1.5 ui-monospace, monospace; padding: 0 6px; }
+@media (max-width: 800px) { /* the tool bar above the figure, not over its legend */
+  main { padding: 12px; }
+  .js-plotly-plot { margin-top: 30px; }
+  .js-plotly-plot .modebar-container { top: -30px !important; }
+}
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; --ink: #e5e7eb; --muted: #9ca3af; --line: #374151; --ground: #111827; --raised: #1f2937;
+    --differs: #3b3420; }
+  .completed { background: #14532d; color: #bbf7d0; }
+  .stopped { background: #713f12; color: #fef08a; }
+  .failed { background: #7f1d1d; color: #fecaca; }
+  .damage { background: #450a0a; border-color: #b91c1c; color: #fecaca; }
+  i, .js-plotly-plot { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }
+}
 @media print { body { background: #fff; } section, article { break-inside: avoid; } }
 """

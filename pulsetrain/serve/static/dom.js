@@ -58,10 +58,26 @@ export function soon(action, pause = 150) {
 }
 
 const PALETTE = ["#2563eb", "#d97706", "#059669", "#9333ea", "#0891b2", "#be185d", "#65a30d", "#78716c", "#dc2626", "#4f46e5"];
-const given = new Map();
+const NEUTRAL = "#9ca3af"; // of runs that are not selected
+let given = new Map(); // places in the palette
+
+// Colors for the selected runs, of which no two have the same one as long as the palette suffices. A run keeps the one that it
+// has, and `places` says which ones they had before the page was loaded again.
+export function giveColors(runs, places = "") {
+  const had = new Map([...runs].map((run, at) => [run, given.get(run) ?? (places[at] in PALETTE ? Number(places[at]) : undefined)]));
+  const most = had.size > PALETTE.length ? Infinity : 1, used = PALETTE.map(() => 0);
+  given = new Map();
+  const give = (run, place) => { given.set(run, place); used[place]++; };
+  for (const [run, place] of had) if (used[place] < most) give(run, place);
+  for (const run of had.keys()) if (!given.has(run)) give(run, used.indexOf(Math.min(...used)));
+}
+
+export function placesOf(runs) {
+  return [...runs].map((run) => given.get(run)).join("");
+}
+
 export function colorOf(run) {
-  if (!given.has(run)) given.set(run, PALETTE[given.size % PALETTE.length]);
-  return given.get(run);
+  return PALETTE[given.get(run)] ?? NEUTRAL;
 }
 
 // Loads plotly, which takes its time: only for the views that draw with it.

@@ -1,6 +1,6 @@
 // The page: the list of runs at the left, and the view that is chosen for the selected ones.
 
-import { ask, colorOf, make, message, number, soon, spelled } from "/dom.js";
+import { ask, colorOf, giveColors, make, message, number, placesOf, soon, spelled } from "/dom.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
 import { compare, media, whatif } from "/judging.js";
@@ -16,13 +16,17 @@ function remembered() {
   const found = new URLSearchParams(location.hash.slice(1));
   if (VIEWS[found.get("view")]) page.view = found.get("view");
   found.getAll("run").forEach((run) => page.selected.add(run));
+  giveColors(page.selected, found.get("colors") ?? "");
   at("where").value = found.get("where") ?? "";
 }
 
 function remember() {
   const kept = new URLSearchParams([["view", page.view]]);
   if (at("where").value) kept.append("where", at("where").value);
-  if (page.selected.size <= 50) page.selected.forEach((run) => kept.append("run", run));
+  if (page.selected.size && page.selected.size <= 50) {
+    page.selected.forEach((run) => kept.append("run", run));
+    kept.append("colors", placesOf(page.selected));
+  }
   history.replaceState(null, "", `#${kept}`);
 }
 
@@ -75,6 +79,7 @@ function visible() {
 }
 
 function list() {
+  giveColors(page.selected);
   const runs = visible();
   at("count").textContent = `${[...page.selected].filter((id) => page.runs.some((run) => run.id === id)).length} of ${page.runs.length}`;
   at("all").checked = runs.length > 0 && runs.every((run) => page.selected.has(run.id));
@@ -87,7 +92,7 @@ function item(run) {
   const best = Object.entries(run.best).slice(0, 2).map(([name, value]) => `${name} ${number(value, 4)}`).join(", ");
   const box = make("input", { type: "checkbox", checked: page.selected.has(run.id), onchange: () => toggle(run.id, box.checked) });
   const color = make("span", { class: "dot" });
-  color.style.background = colorOf(run.id);
+  if (page.selected.has(run.id)) color.style.background = colorOf(run.id);
   const children = [box, color, make("span", { class: "name", title: spelled(run.id) }, spelled(run.id)), make("span", { class: `status ${run.status}`, title: run.reason }, run.status)];
   if (best || run.reason) children.push(make("span", { class: "detail", title: run.reason }, best || run.reason));
   if (run.status === "running" && run.progress !== null) {

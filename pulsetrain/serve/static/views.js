@@ -41,7 +41,7 @@ export function timeline(view) {
     const layout = plainLayout();
     Object.assign(layout.margin, { l: Math.max(100, 12 + 7 * Math.max(...rows.map((row) => row.name.length))), b: 46 });
     layout.yaxis = { ...layout.yaxis, tickvals: rows.map((row, index) => rows.length - index - 0.5), ticktext: rows.map((row) => plain(row.name)), range: [0, rows.length], showgrid: false, fixedrange: true };
-    layout.xaxis.title = { text: "iteration" };
+    layout.xaxis.title = { text: "iteration", font: { size: 10 } };
     chart.style.height = `${Math.min(900, 120 + rows.length * (24 + 9 * Object.keys(found).length))}px`;
     Plotly.react(chart, traces, layout, { displayModeBar: false, responsive: true });
   }
@@ -58,7 +58,7 @@ export function events(view) {
   const body = make("tbody");
   const more = make("button", { onclick: () => load(after) }, "More");
   const head = make("thead", {}, make("tr", {}, ...["seq", "event", "engine", "epoch", "iteration", "time", "values"].map((name) => make("th", {}, name))));
-  view.append(tools, note, make("div", { class: "scroll" }, make("table", {}, head, body)), more);
+  view.append(tools, note, make("div", { class: "scroll" }, make("table", { class: "events" }, head, body)), more);
 
   async function load(from) {
     const mine = ++asked;
@@ -74,7 +74,7 @@ export function events(view) {
       if (from) body.append(...rows); else body.replaceChildren(...rows);
       after = found.next ?? 0;
       more.hidden = found.next === null;
-      if (!body.children.length) body.append(make("tr", {}, make("td", { colSpan: 7 }, `No event matches among ${number(found.looked)}.`)));
+      if (!body.children.length) body.append(make("tr", {}, make("td", { class: "wide", colSpan: 7 }, `No event matches among ${number(found.looked)}.`)));
     } catch (error) {
       if (mine === asked) note.textContent = error.message;
     }
@@ -85,7 +85,7 @@ export function events(view) {
     for (const key of Object.keys(rest)) if (rest[key] === null || (Array.isArray(rest[key]) && !rest[key].length)) delete rest[key];
     const text = JSON.stringify(rest);
     const values = text.length > 160 ? make("details", {}, make("summary", { class: "code" }, `${text.slice(0, 150)} ...`), make("pre", {}, JSON.stringify(rest, null, 1))) : make("span", { class: "code" }, text === "{}" ? "" : text);
-    return make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleTimeString()].map((cell) => make("td", { class: "time" }, cell)), make("td", { class: "wide" }, values));
+    return make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleTimeString()].map((cell, at) => make("td", { class: at === 1 ? "time event" : "time" }, cell)), make("td", { class: "wide" }, values));
   }
 
   return { select: ofOneRun(tools, (chosen) => { run = chosen; return load(0); }, kind, where) };

@@ -165,3 +165,25 @@ def test_nothing_is_loaded_from_the_network_and_no_error_is_logged(browser):
     assert browser.get_log("browser") == []
     titles = browser.find_elements("css selector", ".modebar-btn")
     assert not [each for each in titles if "Share" in (each.get_attribute("data-title") or "")]
+
+
+def test_the_page_follows_the_preference_for_dark(browser):
+    look = "[document.body, document.querySelector('.js-plotly-plot')].map(e => getComputedStyle(e))"
+    looks = f"const [page, figure] = {look}; return [page.backgroundColor, figure.filter]"
+    for preference, found in (
+        ("dark", ["rgb(17, 24, 39)", "invert(1) hue-rotate(180deg)"]),
+        ("light", ["rgb(243, 244, 246)", "none"]),
+    ):
+        wanted = {"features": [{"name": "prefers-color-scheme", "value": preference}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+        assert browser.execute_script(looks) == found
+
+
+def test_the_tool_bar_does_not_cover_the_legend_of_a_narrow_page(browser):
+    browser.set_window_size(500, 900)
+    places = "['.modebar', '.legend'].map(each => document.querySelector(each).getBoundingClientRect())"
+    apart = f"const [bar, legend] = {places}; return bar.bottom <= legend.top || bar.left >= legend.right"
+    try:
+        until(browser, lambda: browser.execute_script(apart))
+    finally:
+        browser.set_window_size(1400, 1100)

@@ -240,6 +240,71 @@ def test_long_names_and_control_characters_do_not_break_the_page(chromium: Any, 
         chromium.set_window_size(1400, 1100)
 
 
+def colors(browser: Any) -> dict[str, str]:
+    """The color of each selected run, of which all runs that are not selected have the same."""
+    items = "[...document.querySelectorAll('#runs li')].map(e => [e.dataset.run, e.querySelector('input').checked, "
+    found = browser.execute_script(f"return {items} getComputedStyle(e.querySelector('.dot')).backgroundColor])")
+    others = {color for _, selected, color in found if not selected}
+    assert len(others) == 1
+    chosen = {run: color for run, selected, color in found if selected}
+    assert not others & {*chosen.values()}
+    return chosen
+
+
+def test_selected_runs_have_different_colors(chromium: Any, tmp_path: Path):
+    names = [f"r{number:02}" for number in range(25)]
+    for name in names:
+        write_run(tmp_path / name, [1.0, 0.5])
+
+    def click(name: str) -> None:
+        chromium.execute_script(f"document.querySelector('#runs li[data-run={name}] input').click()")
+
+    def is_drawn(runs: int) -> bool:
+        return bool(chromium.execute_script(f"return {CHART}?.dataset.runs", "val/loss") == str(runs))
+
+    with served(tmp_path) as address:
+        chromium.get("about:blank")
+        chromium.get(f"{address}#view=Curves&run=r03&run=r13&run=r23")
+        until(chromium, lambda: is_drawn(3))
+        first = colors(chromium)
+        assert len({*first.values()}) == len(first) == 3
+        drawn = chromium.execute_script(f"return {CHART}.lines.map(line => line.color)", "val/loss")
+        assert len({*drawn}) == 3
+        click("r03")
+        click("r07")
+        click("r08")
+        second = colors(chromium)
+        assert len({*second.values()}) == len(second) == 4
+        assert {run: second[run] for run in ("r13", "r23")} == {run: first[run] for run in ("r13", "r23")}
+        until(chromium, lambda: "run=r08" in chromium.current_url)
+        chromium.refresh()
+        until(chromium, lambda: is_drawn(4))
+        assert colors(chromium) == second
+        for name in names[14:23]:  # more than there are colors
+            click(name)
+        for name in names[14:20]:
+            click(name)
+        last = colors(chromium)
+        assert len({*last.values()}) == len(last) == 7
+
+
+def test_tables_and_differences_fit_a_narrow_window(chromium: Any, root: Path, address: str):
+    chromium.set_window_size(500, 900)
+    try:
+        chromium.get("about:blank")
+        chromium.get(f"{address}#view=Compare&run=a&run=b")
+        until(chromium, lambda: "training.learning_rate" in text(chromium))
+        style = "getComputedStyle(document.getElementById('difference'))"
+        assert chromium.execute_script(f"return [{style}.whiteSpace, {style}.overflowX]") == ["pre", "auto"]
+        for name in ("Compare", "Events"):
+            tab(chromium, name)
+            until(chromium, lambda: len(chromium.find_elements("css selector", "tbody tr")) > 5)
+            fits = "const e = document.querySelector('.scroll'); return e.scrollWidth <= e.clientWidth"
+            assert chromium.execute_script(fits), name
+    finally:
+        chromium.set_window_size(1400, 1100)
+
+
 def test_runs_without_token_counts_are_named(chromium: Any, tmp_path: Path):
     write_counting_run(tmp_path / "counting")
     for name in ("old", "older"):
