@@ -1,7 +1,6 @@
 """A run whose loss jumps: find the iterations and the row, try a different early stopping, and compare two runs.
 
     python examples/flight_recorder.py [FOLDER]     # trains twice for a second or two; by default in a temporary folder
-
 The answers need no further training: the log of the run is read, replayed and compared.
 """
 

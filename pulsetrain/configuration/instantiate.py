@@ -71,9 +71,10 @@ def instantiate(
     except PulsetrainError as error:
         raise _located(error, name, location, settings, init_args) from error
     except Exception as error:
-        text = outdated_import(error) or str(error)
+        outdated = outdated_import(error)
+        text = outdated or str(error)
         kind = "" if text.startswith(f"{name}(") or text != str(error) else f"{type(error).__name__}: "
-        raise ConfigurationError(f"in {location}: {kind}{text}{_raised_in(error)}") from error
+        raise ConfigurationError(f"in {location}: {kind}{text}{'' if outdated else _raised_in(error)}") from error
 
 
 def _raised_in(error: Exception) -> str:

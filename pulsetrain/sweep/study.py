@@ -39,12 +39,13 @@ def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> A
         raise ConfigurationError(f"{spec.folder}: has no sweep.sqlite; the sweep has not begun, or the file was lost")
     path = quote(quote(str(file)))  # SQLAlchemy decodes it once, and SQLite again
     url = f"sqlite:///file:{path}?mode={'ro' if read_only else 'rwc'}&uri=true"
-    options: dict[str, Any] = {"connect_args": {"timeout": 60}}
-    if spec.storage is not None:
+    # a connection ends with its transaction: none is left open when the study is dropped
+    options: dict[str, Any] = {"poolclass": load_optional("sweep", "sqlalchemy.pool", "sweep").NullPool}
+    if spec.storage is None:
+        options["connect_args"] = {"timeout": 60}
+    else:
         load_optional("sweep: a PostgreSQL storage", "psycopg", "postgresql")
         url = spec.storage.replace("postgresql://", "postgresql+psycopg://", 1)
-        # a connection ends with its transaction: none is left open when the study is dropped
-        options = {"poolclass": load_optional("sweep", "sqlalchemy.pool", "sweep").NullPool}
     sampler, pruner = _sampler(optuna, spec, 0), _pruner(optuna, spec)
     with storage_errors(spec):
         try:

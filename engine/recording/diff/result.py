@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from pulsetrain.engine.plain_text import format_count
 from pulsetrain.engine.recording.diff.fields import ABSENT
 from pulsetrain.engine.recording.diff.growth import Growth
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
@@ -80,7 +81,7 @@ class LogDiff:
         if len(self.missing) > _ROWS:
             lines.append(f"and {len(self.missing) - _ROWS:,} more ranges")
         if self.unread:
-            lines.append(f"not compared: {self.unread:,} events that one log has lost or thinned out")
+            lines.append(f"not compared: {format_count(self.unread, 'event')} that one log has lost or thinned out")
         lines += [f"environment differs: {each}" for each in self.environment]
         lines += [f"damage: {each}" for each in self.damage]
         if growth:
@@ -89,7 +90,7 @@ class LogDiff:
 
     def _extent(self, missing: Missing) -> str:
         """How many events are missing, and which, if the numbers of the events say that."""
-        count = f"{missing.last - missing.first + 1:,} events"
+        count = format_count(missing.last - missing.first + 1, "event")
         if self.divergence is not None and self.divergence.ord < missing.first:  # the events before may differ in kind
             return f"{count}, as counted after the first difference"
         first = f"; the first is {describe_event(missing.event)}" if missing.event else ""
@@ -132,7 +133,7 @@ class LogDiff:
 
     def _verdict(self) -> str:
         if self.divergence is not None:
-            return f"{self.a} and {self.b} differ after {self.agreed:,} events that agree"
+            return f"{self.a} and {self.b} differ after {format_count(self.agreed, 'event')} that agree"
         if self.missing:
             return f"{self.a} and {self.b} agree in {self.agreed:,} deterministic events, but do not hold the same ones"
         return f"{self.a} and {self.b} agree: {self.agreed:,} deterministic events"

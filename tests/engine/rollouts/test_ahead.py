@@ -297,8 +297,12 @@ def test_texts_outlast_an_interrupt_of_the_wait_for_them():
         interrupting.start()  # here, so that the interrupt is within the block
         texts_ahead.texts(3, update=2)
 
-    with pytest.raises(KeyboardInterrupt):
-        wait()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     may_end.set()
     assert texts_ahead.texts(3, update=2) == ([Completion([3])], 1), "by the weights that they were begun with"
     assert drawn == [3]

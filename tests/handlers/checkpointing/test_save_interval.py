@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pulsetrain.engine import ConfigurationError, Events, Every
+from pulsetrain.engine import Events, Every
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
@@ -184,5 +184,5 @@ def test_where_auto_fails_it_waits_and_continues(tmp_path: Path, clock: ManualCl
 
 
 def test_any_word_other_than_auto_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigurationError, match=r"Checkpointer\(every='often'\).*auto"):
+    with pytest.raises(TypeError, match=r"Checkpointer\(every='often'\).*auto"):
         Checkpointer(tmp_path, every="often")

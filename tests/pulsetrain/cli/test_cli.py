@@ -138,7 +138,7 @@ BAD = {
         "training.schedule_options.gamma=1: unknown to the schedule 'linear'",
     ),
     "optimizer option": ("--training.optimizer_options.gamma 1", "training.optimizer_options.gamma=1: unknown to"),
-    "device": ("--training.device cuda:7", "training.device='cuda:7': not on this machine"),
+    "device": ("--training.device cuda:7", "training.device='cuda:7': is not on this machine"),
     "constructor": ("--model.init_args.width 7", "in model: Net(width=7): needs an even width"),
     "data": ("--data.init_args.rows -1", "in data: RuntimeError: "),
     "no data": ("--data data.nothing", "data: the training set has no batch, its length is 0"),

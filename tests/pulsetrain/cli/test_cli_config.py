@@ -169,4 +169,4 @@ def test_bad_input_is_one_error(words: str, message: str, folder: Path, capsys: 
 
 def test_a_file_that_is_not_there_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "nothing.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("pulsetrain: error: nothing.yaml: cannot be read")
+    assert capsys.readouterr().err.startswith("pulsetrain: error: nothing.yaml: there is no such file")

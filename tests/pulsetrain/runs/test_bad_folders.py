@@ -321,11 +321,14 @@ for line in sys.argv[2:]:
 """
 
 
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+
 def as_a_user_without_rights(folder: Path, *lines: str) -> tuple[list[str], list[str]]:
     """What commands print for a user who may not read everything: standard output and standard error."""
     words = [sys.executable, "-c", AS_NOBODY, str(folder), *lines]
     if os.geteuid() == 0:
-        words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *words]
+        words = [*NOBODY, *words]
     done = subprocess.run(
         words, capture_output=True, text=True, check=False, env={**os.environ, "HOME": "/nonexistent"}
     )
@@ -338,6 +341,8 @@ def guarded(root: Path) -> Path:
     """Runs of which a user without rights can read one."""
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         pytest.skip("root may read everything, and setpriv is not there to become another user")
+    if os.geteuid() == 0 and subprocess.run([*NOBODY, sys.executable, "-c", ""], check=False).returncode != 0:
+        pytest.skip(f"root may read everything, and another user cannot start {sys.executable}")
     for path in (root, *root.parents):  # those that pytest has made
         if path.stat().st_mode & 0o5 != 0o5 and path.stat().st_uid == os.geteuid():
             path.chmod(path.stat().st_mode | 0o5)

@@ -71,7 +71,7 @@ def refused(backend: Any = None, given: Any = None, **settings: Any) -> Configur
             {"optimizer_options": {"layer_rates": {"haed": 0.1}}},
             "TrainingConfig(optimizer_options={\"layer_rates['haed']\": 0.1}): matches no parameter",
         ),
-        ({"device": "cuda:97"}, "TrainingConfig(device='cuda:97'): not on this machine"),
+        ({"device": "cuda:97"}, "TrainingConfig(device='cuda:97'): is not on this machine"),
     ],
 )
 def test_a_setting_is_named(settings: dict[str, Any], message: str):
