@@ -116,9 +116,7 @@ def test_an_error_of_a_constructor_has_its_location() -> None:
     made = jsonargparse.ArgumentParser(exit_on_error=False)
     made.add_class_arguments(Refusing, "part")
     assert refused(lambda: made.instantiate(made.parse_object({"part": {"width": 2}}))) == "too wide"
-    with pytest.raises(
-        ConfigurationError, match=r"^in model: ValueError: too wide \(.*test_why_own_parsing.py, line \d+\)$"
-    ):
+    with pytest.raises(ConfigurationError, match=r"^in model: ValueError: too wide \(.*_own_parsing.py, line \d+\)$"):
         instantiate({"class_path": Refusing}, "model")
 
 
