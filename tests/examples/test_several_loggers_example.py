@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_all_places_hold_the_same_validations(tmp_path: Path) -> None:
         found.Reload()
         assert [round(event.value, 6) for event in found.Scalars("val/accuracy")] == [round(v, 6) for v in exact]
     if importlib.util.find_spec("mlflow"):
-        with sqlite3.connect(folder / "mlflow.db") as database:
+        with closing(sqlite3.connect(folder / "mlflow.db")) as database:
             logged = database.execute("select value from metrics where key = 'val/accuracy' order by step").fetchall()
         database.close()
         assert [value for (value,) in logged] == exact

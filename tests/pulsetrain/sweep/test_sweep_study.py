@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def damaged(file: Path) -> None:
 
 
 def of_another_version(file: Path) -> None:
-    with sqlite3.connect(file) as connection:
+    with closing(sqlite3.connect(file)) as connection, connection:
         connection.execute("UPDATE version_info SET schema_version = 99, library_version = '99.0.0'")
         connection.execute("UPDATE alembic_version SET version_num = 'v99.0.0.a'")
 
@@ -61,7 +62,7 @@ def test_a_storage_that_cannot_be_used_says_why(harm, message: str, tmp_path: Pa
 def test_a_failure_of_the_storage_is_reported_without_the_statement(tmp_path: Path) -> None:
     spec = replace(SPEC, folder=str(tmp_path))
     study = open_study(spec)
-    with sqlite3.connect(tmp_path / "sweep.sqlite") as connection:
+    with closing(sqlite3.connect(tmp_path / "sweep.sqlite")) as connection, connection:
         connection.execute("DROP TABLE trials")
     with pytest.raises(ConfigurationError) as caught, storage_errors(spec):
         study.ask()
