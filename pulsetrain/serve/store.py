@@ -26,6 +26,7 @@ from pulsetrain.serve.series import Described, Happened, Points, RunSeries, Stor
 __all__ = ["Series", "Store", "printable", "series_folder"]
 
 _SERIES = Path(".pulsetrain") / "series"
+_MANAGER = 2.0  # seconds: the most that the thread of the pool is waited for
 _KILLED = "the process that read its log was killed; is there enough memory?"
 
 
@@ -86,7 +87,10 @@ class Store:
         """Stop looking, and end the processes that read."""
         self._closed.set()
         with self._lock:
+            manager = getattr(self._pool, "_executor_manager_thread", None)
             self._drop_pool()
+        if manager is not None:  # Python, when it ends, would write into the pipe that this thread closes
+            manager.join(_MANAGER)  # without the lock, which the thread takes
         if self._folder != self.root / _SERIES:  # a temporary one
             shutil.rmtree(self._folder, ignore_errors=True)
 
