@@ -266,9 +266,9 @@ def no_gradient() -> RuntimeError:
 
 def explain(error: Exception, batch: TrainingBatch, model: object = None) -> None:
     """Add notes to an error: what the batch held, and the remedy for arrays of other libraries or another dtype."""
-    error.add_note(given(batch))
     if isinstance(model, nn.Module) and (where := _module_of(error, model)):
         error.add_note(f"in the module {where}")
+    error.add_note(given(batch))
     if any(is_array(leaf) and not isinstance(leaf, Tensor) for leaf in tree_leaves((batch.inputs, batch.targets))):
         error.add_note(
             "TorchBackend computes with torch tensors: let the loader give torch.from_numpy(array), or "

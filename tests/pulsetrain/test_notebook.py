@@ -149,7 +149,8 @@ def test_progress_false_shows_nothing(outputs: dict[str, list[Any]]) -> None:
 def test_a_wrong_shape_takes_less_than_25_lines_with_the_cause_last(cell: str, outputs: dict[str, list[Any]]) -> None:
     lines = traceback_of(outputs[cell])
     assert len(lines) < 25
-    assert lines[-2].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x1)")
+    assert lines[-3].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x1)")
+    assert lines[-2] == "in the module '0.linear', Linear(in_features=4, out_features=1, bias=True)"
     assert lines[-1] == "given inputs float32 (4, 3), targets float32 (4, 1)"
 
 
