@@ -54,7 +54,10 @@ class Contestant:
         self.name = name
         self.errors = (folder / "errors.txt").open("w+")
         code = "from benchmarks.contestants.language_model import serve; serve()"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(task.threads), "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": str(task.threads), "TOKENIZERS_PARALLELISM": "false",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),  # each compiles for itself
+        }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, json.dumps({"name": name, "folder": str(folder), "task": asdict(task)})],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,

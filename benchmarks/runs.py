@@ -2,7 +2,8 @@
 
     python -m benchmarks runs --runs 2000      # fewer folders
 
-Each run has 50 epochs of 5 iterations and a validation. The times of commands are those of a process from its start.
+Each run has 50 epochs of 5 iterations and a validation; every tenth was killed, so that its log is not sealed. The
+times of commands are those of a process from its start.
 """
 
 from __future__ import annotations
@@ -30,10 +31,9 @@ training: {max_epochs: 50, optimizer: adamw, learning_rate: %s, schedule: cosine
 """
 
 
-def write_runs(root: Path, count: int) -> None:
-    """Copies of one run, which differ in their settings and identities."""
-    template = root / "template"
-    writer = LogWriter(template / "events")
+def write_log(folder: Path, *, ended: bool) -> None:
+    """The log of a run, whose process was killed unless it has ended."""
+    writer = LogWriter(folder)
     numbers = itertools.count()
 
     def add(event: LoggedEvent) -> None:
@@ -48,11 +48,19 @@ def write_runs(root: Path, count: int) -> None:
             logged = LoggedEvent(engine="trainer", event=event, payload=payload, output=output)
             logged.epoch, logged.iteration = epoch, epoch * ITERATIONS
             add(logged)
-    add(LoggedEvent(engine="trainer", event="completed", epoch=EPOCHS))
+    if ended:
+        add(LoggedEvent(engine="trainer", event="completed", epoch=EPOCHS))
+        writer.end()
     writer.close()
+
+
+def write_runs(root: Path, count: int) -> None:
+    """Copies of two runs, which differ in their settings and identities."""
+    for name in ("ended", "killed"):
+        write_log(root / name, ended=name == "ended")
     for number in range(count):
         folder = root / "runs" / f"run-{number:05}"
-        shutil.copytree(template / "events", folder / "events")
+        shutil.copytree(root / ("killed" if number % 10 == 9 else "ended"), folder / "events")
         (folder / "config.yaml").write_text(CONFIG % (0.001 * (1 + number % 7)))
         facts = {"format": 1, "created": "2026-09-21T12:53:20+0000", "settings": {"max_epochs": EPOCHS}}
         (folder / "run.json").write_bytes(msgspec.json.encode(facts))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Accumulate, Engine, Event, Events, TorchBackend
-from pulsetrain.engine.metrics import Accuracy
+from pulsetrain import Accuracy
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp32, 64 digits a batch": (64, {}),

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
         SupervisedStrategy as SupervisedStrategy,
         TorchBackend as TorchBackend,
     )
+    from pulsetrain.engine.metrics import (
+        Accuracy as Accuracy,
+        TokenAccuracy as TokenAccuracy,
+        TopKAccuracy as TopKAccuracy,
+    )
     from pulsetrain.engine.recording import EventLog as EventLog, Replay as Replay, diff as diff
     from pulsetrain.handlers import *
     from pulsetrain.manual_loop import Loop as Loop
@@ -59,6 +64,7 @@ else:  # which type checkers do not see: to them, an unknown name is an error
                 "PretrainStrategy", "RewardModelStrategy", "SFTStrategy", "SimPOStrategy", "SupervisedStrategy",
                 "TorchBackend",
             ),
+            "pulsetrain.engine.metrics": ("Accuracy", "TokenAccuracy", "TopKAccuracy"),
             "pulsetrain.engine.recording": ("EventLog", "Replay", "diff"),
             "pulsetrain.handlers": HANDLERS,
             "pulsetrain.manual_loop": ("Loop",),

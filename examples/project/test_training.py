@@ -7,7 +7,7 @@ from data import loaders
 from model import Classifier
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine.metrics import Accuracy
+from pulsetrain import Accuracy
 from pulsetrain.testing import assert_overfits, assert_resumes_exactly, run_two_batches
 
 

@@ -41,6 +41,8 @@ def _archive(run_folder: Path, arguments: argparse.Namespace) -> str:
     if os.path.lexists(target) and not arguments.force:
         raise ConfigurationError(f"{target}: already exists; choose another folder with --into, or use --force")
     made = write_archive(run_folder, target, checkpoints=arguments.checkpoints)
+    if made.newer:
+        print(f"pulsetrain: {plain(str(run_folder))}: {made.newer}", file=sys.stderr)
     for each in made.left_out:
         print(f"pulsetrain: left out {plain(each)}", file=sys.stderr)
     for each in made.redacted:

@@ -75,6 +75,8 @@ def parse_handler(text: str) -> dict[str, Any]:
             given[key.strip()], begun = load_yaml(value), ""
         except yaml.YAMLError as error:  # such as "[1" of [1, 2]
             wrong = one_line(error)
+        except RecursionError as error:
+            raise ConfigurationError(f"--handler {name}: the value of {key.strip()!r} nests too deep") from error
     if begun:
         raise ConfigurationError(f"--handler {text}: {begun!r} has no value in YAML: {wrong}")
     return {"class_path": name, "init_args": given}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ __all__ = ["run"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the runs; returns the exit status."""
+    gc.disable()  # each collection would walk all the runs found so far
     root = arguments.folder or (Path("runs") if Path("runs").is_dir() else Path())
     for status in arguments.status:
         check_choice("pulsetrain runs", "status", status, [each.value for each in Status])

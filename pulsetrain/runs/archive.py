@@ -26,7 +26,7 @@ import msgspec
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
-from pulsetrain.engine.recording.log.run_file import id_of_run
+from pulsetrain.engine.recording.log.run_file import id_of_run, newer_format, read_run_file
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.credentials import is_private, without_credentials
 from pulsetrain.runs.progress import Progress
@@ -55,6 +55,7 @@ class Archived:
     size: int = 0  # bytes of the archive
     left_out: list[str] = field(default_factory=list)  # files, each with the reason
     redacted: list[str] = field(default_factory=list)  # files without the credentials that were in them
+    newer: str = ""  # why this version may have misread the run: a newer one has written it
 
 
 class _File(msgspec.Struct):
@@ -91,7 +92,8 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
         raise RunFolderError(f"{folder}: the run is {status.value}; stop it, or archive it when it has ended")
     _check_events(folder)
     name = folder.resolve().name
-    archived, contents = Archived(into), _Contents(_FORMAT, name, id_of_run(folder), {})
+    archived = Archived(into, newer=newer_format(read_run_file(folder)))
+    contents = _Contents(_FORMAT, name, id_of_run(folder), {})
     try:
         with tempfile.TemporaryDirectory(prefix=".archive-", dir=into.parent) as beside:
             partial = Path(beside) / "archive"

@@ -118,7 +118,10 @@ class RunSummary:
 
 def is_run(folder: Path) -> bool:
     """Whether the folder has a file of a run; False if it cannot be read."""
-    return is_run_of(part for part in (*PARTS, "config.yaml", *_KEPT) if os.path.exists(folder / part))
+    start = f"{folder}/"
+    return any(os.path.exists(start + part) for part in PARTS) or is_run_of(
+        part for part in ("config.yaml", *_KEPT) if os.path.exists(start + part)
+    )
 
 
 def check_run(folder: Path) -> None:
@@ -290,12 +293,10 @@ class _Seen:
 def _reported(log: EventLog) -> Iterator[LoggedEvent]:
     """The events with metrics, in order: of each block, only their lines are decoded."""
     for number, header in enumerate(log.headers):
-        counts = [each.events for each in header.engines.values()]
-        if not any(name in events for events in counts for name in _REPORTED):
-            continue
-        lines = log.lines(number)
+        names = _REPORTED.intersection(chain.from_iterable(part.events for part in header.engines.values()))
+        lines = log.lines(number) if names else None
         if lines is not None:
-            yield from (each for each in _decoded(lines) if _counts(log, each))
+            yield from (each for each in _decoded(lines, names) if _counts(log, each))
     yield from (each for each in log.tail if each.event in _REPORTED and _counts(log, each))
 
 
@@ -304,7 +305,7 @@ def _counts(log: EventLog, event: LoggedEvent, engine: str | None = None) -> boo
     return engine in (None, event.engine) and not (event.ord >= 0 and log.is_superseded(event.seq))
 
 
-def _decoded(lines: bytes, names: frozenset[str] = _REPORTED) -> list[LoggedEvent]:
+def _decoded(lines: bytes, names: frozenset[str]) -> list[LoggedEvent]:
     places: list[tuple[int, int]] = []
     for mark in (f'"event":"{name}"'.encode() for name in names):
         at = lines.find(mark)
@@ -323,7 +324,7 @@ def _newest(log: EventLog) -> list[LoggedEvent]:
     """The newest events: those that are not sealed yet, and those of the last block."""
     found = log.tail
     if len(found) < _RECENT and log.headers:
-        found = [*log.block(len(log.headers) - 1), *found]
+        found = [*log.block(len(log.headers) - 1, _RECENT - len(found)), *found]
     return found[-_RECENT:]
 
 

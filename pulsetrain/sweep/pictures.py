@@ -155,7 +155,9 @@ def _page(results: SweepResults, front: Sequence[int], sections: str) -> str:
     if len(results.directions) > 1 and best is not None:
         hint = f"Pareto front: trials {', '.join(map(str, front))}"
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>sweep {name}</title>\n'
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>sweep {name}</title>\n"
         f"<style>{STYLE}{_CELLS}</style></head>\n<body><main><header><h1>{name}</h1><small>{hint}</small></header>\n"
         f"{sections}\n{_table(results)}\n</main></body></html>\n"
     )

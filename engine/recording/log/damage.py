@@ -42,11 +42,12 @@ def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found:
         # a block or table that was being written when the process was killed
         if not (complete and each.start >= contents.end and each.end == len(data))
     ]
-    rest = _iterations(index, len(index), found.events, to_end=True)
     if found.torn:
-        damage.append(Damage(tail.name, 0, 0, f"damaged lines: {len(found.torn)}" + rest, last))
+        reason = f"damaged lines: {len(found.torn)}" + _iterations(index, len(index), found.events, to_end=True)
+        damage.append(Damage(tail.name, 0, 0, reason, last))
     elif head is not None and size % CHUNK:
-        reason = f"cut off after {size} bytes: the last events may be missing" + rest
+        reason = f"cut off after {size} bytes: the last events may be missing"
+        reason += _iterations(index, len(index), found.events, to_end=True)
         damage.append(Damage(tail.name, 0, 0, reason, max([last, *(event.seq for event in found.events)])))
     damage.extend(_missing_blocks(sealed, data, index))
     damage.extend(_missing_numbers(sealed, index))

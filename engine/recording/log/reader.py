@@ -27,6 +27,7 @@ from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, m
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
 from pulsetrain.engine.recording.log.seams import in_force
 from pulsetrain.engine.recording.log.tables import to_arrow, to_pandas
+from pulsetrain.engine.recording.log.tail import written
 
 if TYPE_CHECKING:
     import pandas
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["EventLog", "ReadOptions", "logged_ranks", "read_ranks"]
 
 _ATTEMPTS = 4  # to read a log that seems damaged: it may be being written
-_RANK_FILE = re.compile(r"events\.rank(\d+)\.jsonl\.zst|tail\.rank(\d+)\.jsonl")
+_LOG_FILE = re.compile(r"events(?:\.rank(\d+))?\.jsonl\.zst|tail(?:\.rank(\d+))?\.jsonl")
 
 Range = tuple[int | None, int | None]  # first and last, both included; None for no bound
 
@@ -112,7 +113,7 @@ class EventLog:
     def _open(self) -> None:
         # the tail first: events sealed meanwhile are then in both files, never in neither
         tail = mapped(self._tail)
-        lines = [line for line in bytes(tail).rstrip(b"\n\0").split(b"\n") if line]  # most lines are empty
+        lines = [line for line in written(bytes(tail)).split(b"\n") if line]
         self._data = mapped(self._sealed)
         found = recovered(lines)
         head = found.head
@@ -122,6 +123,8 @@ class EventLog:
         self._index = self._contents.index
         found.drop_sealed(self._index.last_seq)
         self._events, self._run = found.events, head.run if head is not None else ""
+        names = dict.fromkeys([*self._index.engines, *[event.engine for event in self._events]])
+        self._engines = [name for name in names if name]
         self._closed = head is not None and head.ended and head.after == self._index.last_seq
         self.damage: list[Damage] = find_damage(self._sealed, self._data, self._contents, self._tail, found, len(tail))
         if not self._rank and self.folder.name == "events":  # other ranks may open a log before run.json is written
@@ -161,8 +164,7 @@ class EventLog:
     @property
     def engines(self) -> list[str]:
         """Names of the engines that published the events, in the order of their first ones."""
-        names = dict.fromkeys([*self._index.engines, *(event.engine for event in self._events)])
-        return [name for name in names if name]
+        return list(self._engines)
 
     def event_types(self, engine: str | None = None) -> list[str]:
         """The types of an engine's events, or of all engines', superseded ones included, in alphabetical order."""
@@ -174,7 +176,7 @@ class EventLog:
     @property
     def main_engine(self) -> str:
         """The engine of the training run: "trainer", or the first in the log."""
-        names = self.engines
+        names = self._engines
         return "trainer" if "trainer" in names else (*names, "trainer")[0]
 
     def read(
@@ -221,12 +223,17 @@ class EventLog:
         events = (event for block in chain([self._events], blocks) for event in reversed(block))
         return next((event for event in events if engine in (None, event.engine)), None)
 
-    def block(self, index: int) -> list[LoggedEvent]:
-        """The events of one sealed block, superseded ones included; empty if it is damaged: see `damage`."""
+    def block(self, index: int, newest: int | None = None) -> list[LoggedEvent]:
+        """The events of one sealed block, superseded ones included; empty if it is damaged: see `damage`.
+
+        Args:
+            index: number of the block.
+            newest: how many of its events to decode, from its end; by default all.
+        """
         lines = self.lines(index)
         try:
             if lines is not None:
-                return decode(lines)
+                return decode(lines if newest is None else _last_lines(lines, newest))
         except msgspec.DecodeError:  # although its checksum is right
             pass
         start, header = self._index.start[index], self._index.header(index)
@@ -316,20 +323,24 @@ class EventLog:
 
     def is_superseded(self, seq: int) -> bool:
         """Whether a deterministic event of this seq has been computed again."""
-        return any(after < seq < seam for after, seam in self._superseded)
+        return bool(self._superseded) and any(after < seq < seam for after, seam in self._superseded)
 
 
 def logged_ranks(path: str | os.PathLike[str]) -> list[int]:
     """The ranks that have a log in a run folder, or in its folder `events`; rank 0 if none has."""
     folder = Path(path)
-    folder = folder / "events" if (folder / "events").is_dir() else folder
-    return _ranks_in(folder) or [0]
+    return _ranks_in(folder / "events" if (folder / "events").is_dir() else folder) or [0]
 
 
 def _ranks_in(folder: Path) -> list[int]:
-    files = folder.iterdir() if folder.is_dir() else ()
-    ranks = {int(match[1] or match[2]) for file in files if (match := _RANK_FILE.fullmatch(file.name))}
-    return sorted(ranks | {0} if any(file.exists() for file in log_files(folder)) else ranks)
+    files = os.listdir(folder) if folder.is_dir() else ()
+    return sorted({int(match[1] or match[2] or 0) for file in files if (match := _LOG_FILE.fullmatch(file))})
+
+
+def _last_lines(lines: bytes, count: int) -> bytes:
+    """The last lines of text whose lines all end with a newline."""
+    parts = lines.rsplit(b"\n", count + 1)
+    return lines if len(parts) <= count + 1 else lines[len(parts[0]) + 1 :]
 
 
 def read_ranks(path: str | os.PathLike[str], **query: Unpack[ReadOptions]) -> Iterator[tuple[int, LoggedEvent]]:

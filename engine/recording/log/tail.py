@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pulsetrain.engine.file_system import file_system_of, report_once
 
-__all__ = ["CHUNK", "Tail", "unchecked"]
+__all__ = ["CHUNK", "Tail", "unchecked", "written"]
 
 CHUNK = 1 << 16  # bytes; the file's size is a multiple, so that a cut is noticed
 _BLANK = b"\n" * CHUNK
@@ -78,7 +78,7 @@ class Tail:
         try:
             size = os.fstat(self._descriptor).st_size
             self._grow(max(size, CHUNK))
-            content = self._map[:size].rstrip(b"\n\0")
+            content = written(self._map[:size])
             self.end = len(content) + bool(content)
             self._map[len(content) : size] = b"\n" * (size - len(content))  # NULs of a growth that was cut off
         except BaseException:
@@ -181,8 +181,17 @@ def unchecked(line: bytes) -> bytes | None:
     >>> unchecked(b'{"seq":2,"c":1}') is None
     True
     """
-    end = line.rfind(b',"c":')
-    if end < 0 or not line.endswith(b"}"):
-        return None
-    whole = line[:end] + b"}"
-    return whole if line[end + 5 : -1] == b"%d" % _checksum(whole) else None
+    content, mark, end = line.rpartition(b',"c":')
+    whole = content + b"}"
+    return whole if mark and end == b"%d}" % _checksum(whole) else None
+
+
+def written(content: bytes) -> bytes:
+    r"""The content of a tail up to its last line; what follows was never written.
+
+    >>> written(b'{"seq":1,"c":5}\n{"se\n\n\0')
+    b'{"seq":1,"c":5}\n{"se'
+    """
+    end = content.rfind(b"}") + 1
+    rest = content[end:]
+    return content[:end] if rest == b"\n" * len(rest) else content.rstrip(b"\n\0")  # which takes much longer

@@ -89,6 +89,7 @@ def test_the_table_says_where_the_best_and_how_much(recorded: Path, capsys: pyte
         ("checkpointer:folder=elsewhere", "has no 'checkpoint_state'"),
         ("ema", "has no 'model'"),
         ("json.JSONDecoder", "it has no attach()"),
+        ("early_stopping:patience=" + "[" * 5000, "--handler early_stopping: the value of 'patience' nests too deep"),
     ],
 )
 def test_bad_handlers_are_one_line_and_status_2(

@@ -60,6 +60,8 @@ def test_a_run_of_a_newer_version_is_not_called_damaged(root: Path, capsys: pyte
     assert capsys.readouterr().out.splitlines()[1] == f"a    {rule}"
     assert main(["watch", "a", "--once"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == f"a: {rule}"
+    assert main(["archive", "a"]) == 0
+    assert capsys.readouterr().err == f"pulsetrain: a: {rule}\n"
     write_run(root / "b", [1.0])
     assert main(["bisect", "a", "b"]) == 2
     assert capsys.readouterr().err == f"pulsetrain: error: a: {rule}\n"

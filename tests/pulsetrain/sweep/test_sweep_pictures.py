@@ -60,6 +60,7 @@ def test_one_metric_over_two_settings(tmp_path: Path, monkeypatch: pytest.Monkey
     spec = spec_of(tmp_path, "val/loss", monkeypatch)
     add_trials(spec, 8)
     page = write_pictures(spec).read_text()
+    assert '<meta name="viewport"' in page  # a telephone would show it too small
     assert titles(page) == [
         "History of val/loss", "val/loss over training.learning_rate", "val/loss over training.optimizer",
         "Settings and val/loss", "Importance of the settings for val/loss", "Trials",

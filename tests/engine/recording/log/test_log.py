@@ -16,6 +16,7 @@ from pulsetrain.engine.errors import RecordingError, RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, read_ranks
 from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS
 from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.engine.recording.log.tail import written
 
 T = 1_790_000_000_000_000_000
 
@@ -46,6 +47,19 @@ def test_written_events_are_read_back_in_order(tmp_path: Path):
     assert log.ended
     assert log.verify() == []
     assert log.engines == ["trainer"]
+
+
+@pytest.mark.parametrize("count", [1, 5, 900])
+@pytest.mark.parametrize("newest", [1, 5, 899, 900, 2000])
+def test_the_newest_events_of_a_block_are_decoded_alone(count: int, newest: int, tmp_path: Path):
+    events = write(tmp_path, count)
+    assert EventLog(tmp_path).block(0, newest) == events[-newest:]
+
+
+@pytest.mark.parametrize("rest", [b"", b"\n\n\n", b"\n\0\0\n", b'\n{"seq":', b'\n{"seq":\n\n\0'])
+def test_what_follows_the_last_line_of_a_tail_is_left_out(rest: bytes):
+    line = b'{"seq":1,"c":5}'
+    assert written(line + rest) == (line + rest).rstrip(b"\n\0")
 
 
 def test_standard_tools_read_it(tmp_path: Path):
