@@ -87,7 +87,7 @@ class RunIndex:
                 if isinstance(error, PermissionError):
                     self.unreadable.append(folder)
                 continue
-            names = {each.name for each in here}
+            names = frozenset([each.name for each in here])
             is_a_run = is_run_of(names)
             if is_a_run:
                 if os.access(folder, os.X_OK):

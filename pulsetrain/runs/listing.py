@@ -7,7 +7,8 @@ import io
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.runs.summary import RunSummary
 
-__all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "sorted_by", "value_of"]
+__all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "reader_of", "sorted_by"]
 
 _FIRST = ("run", "status", "progress")
 _LAST = ("tags", "from", "updated")
@@ -31,7 +32,7 @@ def columns_of(runs: Sequence[RunSummary]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     differ = [name for name in names if _differ([run.settings.get(name) for run in runs])][:_MOST]
     root = Path()
-    last = [name for name in _LAST if name == "updated" or any(value_of(run, name, root) for run in runs)]
+    last = [name for name in _LAST if name == "updated" or any(map(reader_of(name, root), runs))]
     return [*_FIRST, *metrics, *differ, *last]
 
 
@@ -42,29 +43,38 @@ def _differ(values: Sequence[object]) -> bool:
     return any(repr(each) != repr(first) for each in others)
 
 
-def value_of(run: RunSummary, column: str, root: Path) -> Any:
-    """A value of the run: one of its own, its best or newest value of a metric, or a setting; None if it has none.
+def reader_of(column: str, root: Path) -> Callable[[RunSummary], Any]:
+    """What reads a column's value of a run: one of its own, its best or newest value of a metric, or a setting.
+
+    The value is None for a run that has none.
 
     Args:
-        run: the run.
         column: "run", "status", ..., the name of a metric, or of a setting.
-        root: what the path of the run is relative to.
+        root: what the path of a run is relative to.
     """
     match column:
         case "run":
-            return path_of(run.folder, root)
+            return lambda run: path_of(run.folder, root)
         case "status":
-            return run.status.value
+            return lambda run: run.status.value
         case "tags":
-            return ", ".join(run.tags)
+            return lambda run: ", ".join(run.tags)
         case "from":
-            return f"{Path(str(run.parent['run'])).name} at {run.parent.get('iteration')}" if run.parent else ""
+            return _origin
     if column in _OWN:
-        return getattr(run, column)
-    for values in (run.best, run.last, run.settings):
-        if column in values:
-            return values[column]
-    return None
+        return attrgetter(column)
+
+    def read(run: RunSummary) -> Any:
+        for values in (run.best, run.last, run.settings):
+            if column in values:
+                return values[column]
+        return None
+
+    return read
+
+
+def _origin(run: RunSummary) -> str:
+    return f"{Path(str(run.parent['run'])).name} at {run.parent.get('iteration')}" if run.parent else ""
 
 
 def sorted_by(runs: Sequence[RunSummary], column: str, root: Path, *, reverse: bool = False) -> list[RunSummary]:
@@ -74,7 +84,7 @@ def sorted_by(runs: Sequence[RunSummary], column: str, root: Path, *, reverse: b
         ConfigurationError: no run has such a column.
     """
     check_columns("sort", [column], runs)
-    values = [value_of(run, column, root) for run in runs]
+    values = list(map(reader_of(column, root), runs))
     have = [(_key(value), run) for value, run in zip(values, runs, strict=True) if _has_order(value)]
     lack = [run for value, run in zip(values, runs, strict=True) if not _has_order(value)]
     have.sort(key=itemgetter(0), reverse=reverse)
@@ -104,10 +114,9 @@ def check_columns(argument: str, columns: Sequence[str], runs: Sequence[RunSumma
     """
     if all(column in _OWN for column in columns):
         return
-    known = dict.fromkeys(_OWN)
-    for run in runs:
-        for names in (run.best, run.last, run.settings):
-            known.update(dict.fromkeys(names))
+    known: dict[str, object] = dict.fromkeys(_OWN)
+    for values in chain.from_iterable((run.best, run.last, run.settings) for run in runs):
+        known.update(values)
     for column in columns:
         if column not in known:
             near = ", ".join(_alike(column, known))
@@ -123,22 +132,23 @@ def _alike(name: str, known: Collection[str]) -> list[str]:
 
 def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """Aligned columns under a header."""
-    rows = [[*map(plain, columns)], *([_cell(run, name, root) for name in columns] for run in runs)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    line = "  ".join(f"{{:<{width}}}" for width in widths)
-    for row in rows:
+    cells = [[plain(name), *map(_cell_of(name, root), runs)] for name in columns]
+    line = "  ".join(f"{{:<{max(map(len, each))}}}" for each in cells)
+    for row in zip(*cells, strict=True):
         yield line.format(*row).rstrip()
 
 
 def as_json(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """One JSON object per line."""
+    readers = {name: reader_of(name, root) for name in columns}
     for run in runs:
-        yield json.dumps({name: _finite(value_of(run, name, root)) for name in columns}, default=str)
+        yield json.dumps({name: _finite(read(run)) for name, read in readers.items()}, default=str)
 
 
 def as_csv(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """A header, and one row per run. A text that a spreadsheet would compute begins with an apostrophe."""
-    for row in (list(columns), *([value_of(run, name, root) for name in columns] for run in runs)):
+    readers = [reader_of(name, root) for name in columns]
+    for row in (list(columns), *([read(run) for read in readers] for run in runs)):
         line = io.StringIO()
         csv.writer(line, lineterminator="").writerow([_harmless(value) for value in row])
         yield line.getvalue()
@@ -166,14 +176,24 @@ def path_of(folder: Path, root: Path) -> str:
     return path.removeprefix(above)  # of texts: relative_to takes 20 times as long
 
 
-def _cell(run: RunSummary, column: str, root: Path) -> str:
-    value = value_of(run, column, root)
-    if column == "progress":
-        return _progress(run)
-    if column in ("updated", "started"):
-        return "" if value is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
-    if column == "reason":
-        return plain(value)  # whole, as it says what to do
+def _cell_of(column: str, root: Path) -> Callable[[RunSummary], str]:
+    """What makes the text of a column's cell."""
+    read = reader_of(column, root)
+    match column:
+        case "progress":
+            return _progress
+        case "updated" | "started":
+            return lambda run: _time(read(run))
+        case "reason":
+            return lambda run: plain(read(run))  # whole, as it says what to do
+    return lambda run: _text(read(run))
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _text(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else _shown(str(value))
 
 

@@ -58,12 +58,11 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
 
 def _check_constants(text: str, runs: list[RunSummary]) -> None:
     """Refuse metrics that no run has, and statuses that there are not: such a condition would select nothing."""
-    metrics = dict.fromkeys(name for run in runs for name in (*run.best, *run.last))
     for node in ast.walk(ast.parse(text.strip(), mode="eval")):
         match node:
             case ast.Subscript(ast.Name("best" | "last" as of), ast.Constant(str(name))):
                 known = dict.fromkeys(each for run in runs for each in getattr(run, of))
-                if metrics and name not in known:
+                if name not in known and any(run.best or run.last for run in runs):
                     has = f"no run has a {'best' if of == 'best' else 'newest'} value of {name!r}"
                     hint = did_you_mean(name, known) or f"; there are {', '.join(known) or 'none'}"
                     raise ConfigurationError(f"--where {text!r}: {has}{hint}")

@@ -28,7 +28,7 @@ from pulsetrain.engine.recording.where import positions, stragglers
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.report.facts import compared, read_facts, settings_of
 from pulsetrain.runs.credentials import is_private
-from pulsetrain.runs.listing import columns_of, value_of
+from pulsetrain.runs.listing import columns_of, reader_of
 from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
 from pulsetrain.serve.series import TOKENS, drawn, tokens_at
@@ -112,10 +112,10 @@ class _Api:
         columns = columns_of(every)
         forked = any(run.parent for run in every)
         names = {str(run.folder.resolve()): name for name, run in listed.items()} if forked else {}
-        rows = []
+        rows, readers = [], {column: reader_of(column, self._store.root) for column in columns}
         for name, run in listed.items():
             if id(run) in chosen:
-                cells = {column: redacted(value_of(run, column, self._store.root), column) for column in columns}
+                cells = {column: redacted(read(run), column) for column, read in readers.items()}
                 parent = run.parent and {**run.parent, "listed": names.get(str(run.parent["run"]))}
                 rows.append({"id": name, **_status(run), "cells": cells, "parent": parent})
         return {"root": str(self._store.root), "columns": columns, "runs": rows, "reading": self._store.reading}
