@@ -2,12 +2,13 @@
 
     python -m benchmarks language_model_jax          # prints a table and exits with 1 if a bound is missed
 
-All train the model of examples/byte_lm_jax on the same data with the settings of examples/byte_lm, validate after every
-turn on the same batches and read the mean loss every LOG iterations. Each has a process of its own, with one thread
-for computations, and the processes take turns: one turn is TURN iterations and a validation, after which nothing is
-left to compute. A loop is compared with the hand-written one in the same round; a figure is the median over the rounds.
-The trainer with the demo's handlers is compared with a hand-written loop that also saves its state every turn. The
-bounds are of wall-clock time; each time is printed beside its CPU time, which a busy machine disturbs less.
+All train the model of examples/byte_lm_jax on the same data with the settings and the cadence of examples/byte_lm: they
+validate every EVERY iterations on the same batches, and read the mean loss every LOG iterations. Each has a process of
+its own, with one thread for computations, and the processes take turns of TURN iterations; meanwhile those of the
+others, such as the one that draws figures, are stopped. A share compares the time of all turns after the first
+validation; its spread is that of single turns. The trainer with the demo's handlers is compared with a hand-written
+loop that also saves its state when it validates. The bounds are of wall-clock time; each time is printed beside its CPU
+time, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import io
 import multiprocessing
 import os
 import resource
-import statistics
+import signal
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,8 @@ from pulsetrain.handlers import (
     Throughput,
 )
 
-TURN = 50  # iterations, and the cadence of validations and checkpoints
+TURN = 50  # iterations
+EVERY = 250  # iterations, the cadence of validations and checkpoints
 LOG = 10  # iterations between two mean losses
 BATCH, CONTEXT, VALIDATION_BATCHES = 8, 128, 3
 RATE, WARMUP, DECAY, BETAS, CLIP = 3e-3, 100, 0.1, (0.9, 0.95), 1.0
@@ -61,12 +65,35 @@ Seconds = tuple[float, float]  # wall clock, CPU
 PEERS = {"ours": "hand-written", "ours, the demo's handlers": "hand-written, saving"}
 
 
+@dataclass(frozen=True)
+class Length:
+    """How long each contestant trains, in iterations."""
+
+    turn: int
+    every: int  # validations and checkpoints
+    rounds: int  # periods of `every` that are measured; one more comes first, in which everything is compiled
+
+    @property
+    def compiling(self) -> int:
+        """Turns that are not measured."""
+        return self.every // self.turn
+
+    @property
+    def turns(self) -> int:
+        return self.compiling * (1 + self.rounds)
+
+    @property
+    def last(self) -> int:
+        """The iteration whose batch ends the last turn."""
+        return self.turns * self.turn + 1
+
+
 class Turns(ByteWindows):
     """The training data; each turn begins when its first batch is read, and waits for its peers before."""
 
-    def __init__(self, connection: Connection, turns: int, turn: int) -> None:
+    def __init__(self, connection: Connection, length: Length) -> None:
         super().__init__(standard_library()[0], context=CONTEXT)
-        self.wait = Wait(connection, turns, turn)
+        self.wait = Wait(connection, length.turn)
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         self.wait.read()
@@ -76,8 +103,8 @@ class Turns(ByteWindows):
 class Wait:
     """Counts batches; between two turns it sends the seconds of the last one, and waits until it is called again."""
 
-    def __init__(self, connection: Connection, turns: int, turn: int) -> None:
-        self.connection, self.turn, self.last = connection, turn, turns * turn + 1
+    def __init__(self, connection: Connection, turn: int) -> None:
+        self.connection, self.turn = connection, turn
         self.batches, self.begun = 0, (0.0, 0.0)
 
     def read(self) -> None:
@@ -95,14 +122,14 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def data(connection: Connection, turns: int, turn: int) -> tuple[DataLoader[Tensor], DataLoader[Tensor], int]:
-    """The loaders, and the number of iterations: the last one ends the last turn."""
-    windows = Turns(connection, turns, turn)
+def data(connection: Connection, length: Length) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
+    """The loaders of the training and the validation data."""
+    windows = Turns(connection, length)
     _, validation = loaders(batch_size=BATCH, context=CONTEXT, validation_batches=VALIDATION_BATCHES)
-    return DataLoader(windows, batch_size=BATCH, shuffle=True, drop_last=True), validation, windows.wait.last
+    return DataLoader(windows, batch_size=BATCH, shuffle=True, drop_last=True), validation
 
 
-def hand_written(saves: bool, connection: Connection, turns: int, turn: int, folder: Path) -> None:
+def hand_written(saves: bool, connection: Connection, length: Length, folder: Path) -> None:
     """The loop that a user of jax and optax would write."""
     import jax
     import optax
@@ -110,7 +137,7 @@ def hand_written(saves: bool, connection: Connection, turns: int, turn: int, fol
 
     from examples.byte_lm_jax.model import ByteGPT
 
-    training, validation, last = data(connection, turns, turn)
+    (training, validation), last = data(connection, length), length.last
     model = ByteGPT(layers=4, width=128, heads=4, context=CONTEXT, seed=0)
     graph, weights, rest = nnx.split(model, nnx.Param, ...)  # what is left is not trained
     schedule = optax.warmup_cosine_decay_schedule(0.0, RATE, min(WARMUP, last // 2), last, end_value=0.1 * RATE)
@@ -138,7 +165,7 @@ def hand_written(saves: bool, connection: Connection, turns: int, turn: int, fol
         if iteration % LOG == 0:
             float(sum(losses) / len(losses))
             losses.clear()
-        if iteration % turn == 0:
+        if iteration % length.every == 0:
             float(sum(evaluate(weights, tokens.numpy()) for tokens in validation) / VALIDATION_BATCHES)
             if saves:
                 save(jax.tree.leaves((weights, state)), folder / f"{iteration}.pt")
@@ -155,14 +182,12 @@ def save(leaves: list[Any], path: Path) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def ours(
-    handlers: Callable[[Path, Every], list[Any]], connection: Connection, turns: int, turn: int, folder: Path
-) -> None:
+def ours(handlers: Callable[[Path, Every], list[Any]], connection: Connection, length: Length, folder: Path) -> None:
     """Our Trainer."""
     from examples.byte_lm_jax.model import ByteGPT
 
-    training, validation, last = data(connection, turns, turn)
-    every = Every(iterations=turn)
+    (training, validation), last = data(connection, length), length.last
+    every = Every(iterations=length.every)
     config = TrainingConfig(
         max_iterations=last,
         optimizer="adamw",
@@ -221,53 +246,65 @@ CONTESTANTS: dict[str, tuple[Callable[..., None], Any]] = {
 # ------------------------------------------------------------------------------------------------- the measurement
 
 
-def contestant(name: str, connection: Connection, turns: int, turn: int) -> None:
+def contestant(name: str, connection: Connection, length: Length) -> None:
     """Train in this process."""
+    os.setpgrp()  # the group that is stopped between its turns
     torch.set_num_threads(1)
     loop, option = CONTESTANTS[name]
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        loop(option, connection, turns, turn, Path(folder))
+        loop(option, connection, length, Path(folder))
 
 
-def measure(names: list[str], rounds: int, turn: int) -> tuple[dict[str, list[Seconds]], dict[str, float]]:
-    """Seconds of each contestant in each round, wall clock and CPU, and its peak memory in MiB."""
+def measure(names: list[str], length: Length) -> tuple[dict[str, list[Seconds]], dict[str, float]]:
+    """Seconds of each contestant in each measured turn, wall clock and CPU, and its peak memory in MiB."""
     context = multiprocessing.get_context("spawn")  # a forked process has no working jax
-    connections, processes, turns = {}, {}, rounds + 1
-    for name in names:
-        connections[name], theirs = context.Pipe()
-        processes[name] = context.Process(target=contestant, args=(name, theirs, turns, turn), daemon=True)
-        processes[name].start()
-        theirs.close()
-        connections[name].recv()  # ready for its first turn
     seconds: dict[str, list[Seconds]] = {name: [] for name in names}
     memory: dict[str, float] = {}
-    for number in range(turns):
-        for name in names if number % 2 else reversed(names):  # neither is always the first
-            connections[name].send(None)
-            wall, cpu, memory[name] = connections[name].recv()
-            if number:  # the first one compiles
-                seconds[name].append((wall, cpu))
-    for name in names:
-        processes[name].kill()  # what it does after its last turn is not measured
-        processes[name].join()
+    connections, processes = {}, {}
+    try:
+        for name in names:
+            connections[name], theirs = context.Pipe()
+            processes[name] = context.Process(target=contestant, args=(name, theirs, length), daemon=True)
+            processes[name].start()
+            theirs.close()
+            connections[name].recv()  # ready for its first turn
+            signal_group(processes[name], signal.SIGSTOP)
+        for number in range(length.turns):
+            for name in names if number % 2 else reversed(names):  # neither is always the first
+                signal_group(processes[name], signal.SIGCONT)
+                connections[name].send(None)
+                wall, cpu, memory[name] = connections[name].recv()
+                signal_group(processes[name], signal.SIGSTOP)
+                if number >= length.compiling:
+                    seconds[name].append((wall, cpu))
+    finally:
+        for process in processes.values():
+            if process.is_alive():
+                signal_group(process, signal.SIGKILL)  # what it does after its last turn is not measured
+            process.join()
     return seconds, memory
 
 
-def rows_of(seconds: dict[str, list[Seconds]], memory: dict[str, float], turn: int) -> list[Row]:
-    """Each contestant's share of its peer's throughput: median and spread; with the time of an iteration."""
+def signal_group(process: BaseProcess, number: signal.Signals) -> None:
+    """Send a signal to a contestant and the processes that it has started."""
+    assert process.pid is not None
+    os.killpg(process.pid, number)
+
+
+def rows_of(seconds: dict[str, list[Seconds]], memory: dict[str, float], length: Length) -> list[Row]:
+    """Each contestant's share of its peer's throughput, with the time of an iteration."""
     rows = []
     for name, taken in seconds.items():
-        wall, cpu = (statistics.median(each) / turn * 1e3 for each in zip(*taken, strict=True))
+        wall, cpu = (sum(each) / len(taken) / length.turn * 1e3 for each in zip(*taken, strict=True))
         also = {"ms": wall, "CPU ms": cpu, "peak, MiB": memory[name]}
         if name not in PEERS:
             rows.append(Row(name=f"{name}, an iteration", unit="ms", measured=wall, kind="absolute", also=also))
             continue
         mine, theirs = ([each[0] for each in of] for of in (taken, seconds[PEERS[name]]))
-        label = f"{name} / {PEERS[name]}, throughput"
         rows.append(
             Row(
-                name=label, kind="ratio", bound=BOUNDS[name], goal=GOALS[name], at_least=True, also=also,
-                **ratios(theirs, mine),
+                name=f"{name} / {PEERS[name]}, throughput", kind="ratio", bound=BOUNDS[name], goal=GOALS[name],
+                at_least=True, also=also, **{**ratios(theirs, mine), "measured": sum(theirs) / sum(mine)},
             )
         )  # fmt: skip
     return rows
@@ -276,14 +313,18 @@ def rows_of(seconds: dict[str, list[Seconds]], memory: dict[str, float], turn: i
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("language_model_jax", __doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=2, help="validations that are measured [%(default)s]")
     parser.add_argument("--turn", type=int, default=TURN, help="iterations of a turn [%(default)s]")
+    parser.add_argument("--every", type=int, default=EVERY, help="iterations between validations [%(default)s]")
     parser.add_argument("--only", nargs="+", choices=list(BOUNDS), default=list(BOUNDS), metavar="NAME")
     options = parser.parse_args()
+    if min(options.rounds, options.turn) < 1 or options.every < 1 or options.every % options.turn:
+        parser.error("--rounds and --turn: need at least 1, and --every a multiple of --turn")
     names = [name for mine in options.only for name in (PEERS[mine], mine)]
+    length = Length(options.turn, options.every, options.rounds)
 
     def rows() -> tuple[list[Row], list[str]]:
-        return rows_of(*measure(names, options.rounds, options.turn), options.turn), []
+        return rows_of(*measure(names, length), length), []
 
     return report(options, "the byte model on JAX", rows)
 

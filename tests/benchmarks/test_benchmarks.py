@@ -50,7 +50,7 @@ SMALL: dict[str, tuple[list[str], dict[str, float]]] = {  # the options, and the
         },
     ),
     "language_model_jax": (
-        ["--rounds", "1", "--turn", "2"],
+        ["--rounds", "1", "--turn", "2", "--every", "4"],
         {
             "ours / hand-written, throughput": 0.93,
             "ours, the demo's handlers / hand-written, saving, throughput": 0.88,
