@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from pathlib import Path
 
 from pulsetrain.cli.reports import OK, until_closed
 from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.lazy_names import no_garbage_collection
 from pulsetrain.engine.plain_text import plain
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.listing import FORMATS, check_columns, columns_of, sorted_by
@@ -18,9 +18,9 @@ from pulsetrain.runs.where import select_runs
 __all__ = ["run"]
 
 
+@no_garbage_collection()  # each one would walk all the runs found so far
 def run(arguments: argparse.Namespace) -> int:
     """Print the runs; returns the exit status."""
-    gc.disable()  # each collection would walk all the runs found so far
     root = arguments.folder or (Path("runs") if Path("runs").is_dir() else Path())
     for status in arguments.status:
         check_choice("pulsetrain runs", "status", status, [each.value for each in Status])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import json
 from pathlib import Path
@@ -39,6 +40,7 @@ def test_the_table_has_progress_best_metrics_and_what_differs(runs: Path, capsys
     assert "epoch 2/4 (50%)" in rows[0]
     assert " 0.25 " in rows[1]
     assert "a at 5" in rows[2]
+    assert gc.isenabled()  # the command was in this process
 
 
 @pytest.mark.parametrize(
