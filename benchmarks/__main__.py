@@ -1,9 +1,9 @@
 """Runs the named benchmarks, or all, and compares them with their bounds.
 
-    python -m benchmarks                                  # all tables; exits with 1 if a bound is missed
+    python -m benchmarks                                  # all tables, some of smaller runs; 1 if a bound is missed
     python -m benchmarks trainers --only ours ignite      # one of them, with its own options
     python -m benchmarks --full scale                     # with the sizes for which a figure is promised
-    python -m benchmarks --check                          # only the rows with bounds
+    python -m benchmarks --check                          # only the rows with bounds, with the sizes of the bounds
     python -m benchmarks --check --short                  # only ratios, with slack: on any machine, within 90 seconds
     python -m benchmarks --write docs/performance.md      # its tables, from the last results
 
@@ -50,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--short: is a form of --check")
     if options.write:
         return _write(options.write, options.results)
+    form = options.form or ("" if options.check or options.names else "all")
     chosen = options.names or [name for name in names() if options.form != "short" or name in SHORT]
-    plan = [(name, [*arguments_of(name, options.form), *own]) for name in chosen]
+    plan = [(name, [*arguments_of(name, form), *own]) for name in chosen]
     measured = partial(_measured, folder=None if options.form == "short" else options.results)
     if options.check:
         short = options.form == "short"

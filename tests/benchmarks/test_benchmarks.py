@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.plan import FULL, SHORT, names
+from benchmarks.harness.plan import ALL, FULL, SHORT, names
 from benchmarks.harness.results import Report, status
 
 ROOT = Path(__file__).parents[2]
@@ -241,7 +241,7 @@ def test_every_figure_with_a_bound_is_measured_and_decides_the_exit_status(name:
 
 
 def test_the_short_and_the_full_form_name_benchmarks_that_exist():
-    assert {*SHORT, *FULL} <= {*names()}
+    assert {*SHORT, *ALL, *FULL} <= {*names()}
 
 
 @pytest.mark.parametrize("arguments", [["overhaed"], ["--short"], ["overhead", "diff", "--events", "5"]])
