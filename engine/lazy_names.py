@@ -50,7 +50,7 @@ def lazy_names(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Make many objects that stay, without searching them for garbage: of an import of torch, that is 6% of the time."""
+    """Make objects that stay, without searching them for garbage, which takes 6% of the time of importing torch."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -13,9 +13,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from pulsetrain import Trainer, TrainingConfig
+from pulsetrain import Accuracy, Trainer, TrainingConfig
 from pulsetrain.engine import Accumulate, Engine, Event, Events, TorchBackend
-from pulsetrain import Accuracy
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp32, 64 digits a batch": (64, {}),

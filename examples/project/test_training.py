@@ -6,8 +6,7 @@ from typing import Any
 from data import loaders
 from model import Classifier
 
-from pulsetrain import Trainer, TrainingConfig
-from pulsetrain import Accuracy
+from pulsetrain import Accuracy, Trainer, TrainingConfig
 from pulsetrain.testing import assert_overfits, assert_resumes_exactly, run_two_batches
 
 
