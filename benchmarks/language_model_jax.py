@@ -313,7 +313,7 @@ def rows_of(seconds: dict[str, list[Seconds]], memory: dict[str, float], length:
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("language_model_jax", __doc__)
-    parser.add_argument("--rounds", type=int, default=2, help="validations that are measured [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=1, help="validations that are measured [%(default)s]")
     parser.add_argument("--turn", type=int, default=TURN, help="iterations of a turn [%(default)s]")
     parser.add_argument("--every", type=int, default=EVERY, help="iterations between validations [%(default)s]")
     parser.add_argument("--only", nargs="+", choices=list(BOUNDS), default=list(BOUNDS), metavar="NAME")

@@ -23,7 +23,7 @@ ALL: dict[str, list[str]] = {
     "cartpole": ["--seeds", "0", "1"],
     "distributed": ["--rounds", "3"],
     "language_model": ["--iterations", "250", "--growth", "4000"],
-    "language_model_jax": ["--only", "ours, the demo's handlers", "--rounds", "1"],
+    "language_model_jax": ["--only", "ours, the demo's handlers"],
 }
 # sizes for which a figure is promised and which take longer than a run of all benchmarks should
 FULL: dict[str, list[str]] = {
