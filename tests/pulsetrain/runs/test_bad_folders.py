@@ -343,8 +343,9 @@ def guarded(root: Path) -> Path:
     """Runs of which a user without rights can read one."""
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         pytest.skip("root may read everything, and setpriv is not there to become another user")
-    if os.geteuid() == 0 and subprocess.run([*NOBODY, sys.executable, "-c", ""], check=False).returncode != 0:
-        pytest.skip(f"root may read everything, and another user cannot start {sys.executable}")
+    able = [*NOBODY, sys.executable, "-c", "import pulsetrain.cli"]
+    if os.geteuid() == 0 and subprocess.run(able, check=False, capture_output=True).returncode != 0:
+        pytest.skip(f"root may read everything, and another user cannot import pulsetrain with {sys.executable}")
     for path in (root, *root.parents):  # those that pytest has made
         if path.stat().st_mode & 0o5 != 0o5 and path.stat().st_uid == os.geteuid():
             path.chmod(path.stat().st_mode | 0o5)
