@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
@@ -157,7 +158,8 @@ def _next_steps(engine: Engine) -> Iterator[str]:
             model = "" if Path(_run_folder(engine), "config.yaml").is_file() else ", model"
             yield f"{_continued(engine, handlers)}Predict: pulsetrain.load(path{model})"
     if recorder is not None:
-        yield f"Look at it: pulsetrain report {_run_folder(engine)}"
+        needs = "" if find_spec("plotly") is not None else " (first: pip install plotly)"
+        yield f"Look at it: pulsetrain report {_run_folder(engine)}{needs}"
 
 
 def _continued(engine: Engine, handlers: Mapping[str, object]) -> str:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from pulsetrain import Checkpointer, HuggingFaceCallbacks, LightningCallbacks, RunSummary, Trainer, TrainingConfig
+from pulsetrain import (
+    Checkpointer,
+    EventRecorder,
+    HuggingFaceCallbacks,
+    LightningCallbacks,
+    RunSummary,
+    Trainer,
+    TrainingConfig,
+)
 from pulsetrain.engine import Engine, EventBus, Events, SupervisedStrategy
 from pulsetrain.testing import tiny_loader, tiny_model
 from tests.handlers.test_handler_contract import OF_TRAINERS
@@ -142,6 +150,18 @@ class TestRunSummary:
         (tmp_path / "configured").mkdir()
         (tmp_path / "configured" / "config.yaml").touch()
         assert bound.replace("path, model", "path") in lines(tmp_path / "configured")
+
+    @pytest.mark.parametrize(("there", "needs"), [(True, ""), (False, " (first: pip install plotly)")])
+    def test_the_last_line_names_the_report_and_what_it_needs(
+        self, there: bool, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr("pulsetrain.handlers.loggers.run_summary.find_spec", lambda name: there or None)
+        stream = io.StringIO()
+        Trainer(
+            tiny_model(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=TrainingConfig(progress=False),
+            handlers=[EventRecorder(tmp_path), RunSummary(stream)],
+        ).train()  # fmt: skip
+        assert stream.getvalue().splitlines()[-1] == f"Look at it: pulsetrain report {tmp_path}{needs}"
 
     @pytest.mark.parametrize(("progress", "kinds"), [(True, ["RunSummary", "ProgressBar"]), (False, [])])
     def test_a_trainer_has_one_by_default(self, progress: bool, kinds: list[str]):
