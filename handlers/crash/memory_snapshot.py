@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pulsetrain.engine import Engine, TorchBackend, is_training_run
+from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.memory.available import available
 from pulsetrain.engine.memory.estimate import MemoryUse, estimate
@@ -62,7 +63,8 @@ def _live(engine: Engine) -> LiveTensors:
     model, optimizer = model_of(engine), optimizer_of(engine)
     live.mark(getattr(engine.state, "batch", None), "batch")
     if model is not None and optimizer is not None:
-        live.mark_state(model, optimizer, getattr(engine, "strategy", None))
+        with reading_once(model):
+            live.mark_state(model, optimizer, getattr(engine, "strategy", None))
     return live
 
 

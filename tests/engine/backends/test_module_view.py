@@ -12,7 +12,18 @@ from pulsetrain.engine import Every, JaxBackend, SupervisedStrategy
 from pulsetrain.engine.backends.model_store import ValueStore
 from pulsetrain.engine.backends.module_view import ArraysView, reading_once
 from pulsetrain.engine.step.protocols import BackendSettings, TrainingResult
-from pulsetrain.handlers import Checkpointer, EventRecorder, Fingerprints, GradientMonitor, NaNGuard
+from pulsetrain.handlers import (
+    Checkpointer,
+    CrashBundle,
+    CSVLogger,
+    EventRecorder,
+    Fingerprints,
+    GradientMonitor,
+    LossSpikeGuard,
+    NaNGuard,
+    Plots,
+    Throughput,
+)
 from tests.plugins.numpy_backend import Linear, NumpyBackend, NumpySGD
 from tests.support.models import batches, function_model, torch_model
 
@@ -116,8 +127,9 @@ def test_reading_once_leaves_those_who_keep_a_tensor_up_to_date(store):
         lambda folder: [],
         lambda folder: [EventRecorder(folder), NaNGuard(), Checkpointer(folder, every=Every(iterations=5))],
         lambda folder: [GradientMonitor(every=Every(updates=4)), Fingerprints(every=Every(updates=4))],
+        lambda folder: [CrashBundle(folder), LossSpikeGuard(), Throughput(), CSVLogger(folder), Plots(folder)],
     ],
-    ids=["none", "the usual ones", "those that read weights at times"],
+    ids=["none", "the usual ones", "those that read weights at times", "the others of the demo"],
 )
 def test_handlers_that_look_at_weights_at_times_do_not_make_a_run_copy_them_after_each_step(
     make_handlers, tmp_path, monkeypatch
