@@ -15,10 +15,10 @@ from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.plots.curves import RunCurves
-from pulsetrain.handlers.plots.plots import SHARE
 
 __all__ = ["NotebookCurve"]
 
+SHARE = 0.05  # of the run's time that may be spent on drawing: somebody looks at the figure
 _FIRST = 1.0  # seconds of a run before the first figure, for which matplotlib is imported
 _WIDTH = 560  # pixels
 

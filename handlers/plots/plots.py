@@ -25,7 +25,7 @@ from pulsetrain.handlers.run_files.run_folder import local_folder, make_folder, 
 
 __all__ = ["Plots"]
 
-SHARE = 0.05  # of the run's time that may be spent on drawing before its end
+_SHARE = 0.01  # of the run's time that may be spent on drawing before its end
 
 
 class Plots(Handler):
@@ -34,7 +34,7 @@ class Plots(Handler):
     loss: training and validation. metrics: a panel for each other metric of validations and rollouts. learning_rate: a
     line for each parameter group. grad_norm: before clipping, and the largest of the layers' norms that METRICS_LOGGED
     reports as "grad_norm/LAYER". throughput: since the process started. SET_confusion_matrix: the latest from
-    MEDIA_LOGGED. The first round is always drawn, later ones only while drawing takes at most a twentieth of the time.
+    MEDIA_LOGGED. The first round is always drawn, later ones only while drawing takes at most 1% of the time.
     Long curves are thinned, but keep every spike.
 
     A separate process draws, which takes 100 MB until the run ends; training waits for the figures only at the end of
@@ -162,7 +162,7 @@ class Plots(Handler):
         result = self._painter.result()
         if result is None:
             return []
-        self._next = self._started + result.seconds / SHARE
+        self._next = self._started + result.seconds / _SHARE
         failed = self._drawing.names if result.lost else result.failed
         for engine, name in failed:
             self._runs.setdefault(engine, RunCurves()).changed.add(name)

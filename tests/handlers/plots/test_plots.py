@@ -143,7 +143,7 @@ def test_only_figures_whose_data_has_changed_are_drawn_again(tmp_path, clock):
     assert [path.name for path in plots.draw()] == ["learning_rate.png"]
 
 
-def test_drawing_in_mid_run_takes_a_twentieth_of_the_time_at_most(tmp_path, clock, monkeypatch):
+def test_drawing_in_mid_run_takes_at_most_1_percent_of_the_time(tmp_path, clock, monkeypatch):
     engine = make_engine()
     Plots(tmp_path, formats=("png",), clock=clock).attach(engine)
     times = []
@@ -154,11 +154,11 @@ def test_drawing_in_mid_run_takes_a_twentieth_of_the_time_at_most(tmp_path, cloc
         return b""
 
     monkeypatch.setattr("pulsetrain.handlers.plots.figures.render", slow)
-    for iteration in range(60):
+    for iteration in range(62):
         engine.state.iteration = iteration
         validated(engine, {"val/loss": 1.0 / (1 + iteration)})
-        clock.now += 1.0
-    assert times == [0.0, 20.0, 40.0, 60.0]
+        clock.now += 5.0
+    assert times == [0.0, 101.0, 202.0, 303.0]
     engine.fire(Events.COMPLETED)
     assert len(times) == 5
 
