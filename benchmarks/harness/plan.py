@@ -18,12 +18,16 @@ SHORT: dict[str, list[str]] = {
     "start": ["--imports", "--rounds", "2"],
     "scale": ["--events", "1e5"],
 }
-# smaller than those of the bounds, so that the tables of all benchmarks together take 15 minutes on 2 cores
+# smaller than those of the bounds, so that the tables of all benchmarks together take 15 minutes
 ALL: dict[str, list[str]] = {
     "cartpole": ["--seeds", "0", "1"],
+    "checkpoint": ["--rounds", "3", "--seconds", "10"],
     "distributed": ["--rounds", "3"],
     "language_model": ["--iterations", "250", "--growth", "4000"],
     "language_model_jax": ["--only", "ours, the demo's handlers"],
+    "start": ["--rounds", "3"],
+    "trainers": ["--rounds", "3"],
+    "verify": ["--rounds", "3"],
 }
 # sizes for which a figure is promised and which take longer than a run of all benchmarks should
 FULL: dict[str, list[str]] = {
