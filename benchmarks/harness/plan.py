@@ -18,7 +18,7 @@ SHORT: dict[str, list[str]] = {
     "start": ["--imports", "--rounds", "2"],
     "scale": ["--events", "1e5"],
 }
-# smaller than those of the bounds, so that the tables of all benchmarks together take 15 minutes
+# smaller than those of the bounds, so that the tables of all benchmarks together take less time
 ALL: dict[str, list[str]] = {
     "cartpole": ["--seeds", "0", "1"],
     "checkpoint": ["--rounds", "3", "--seconds", "10"],
