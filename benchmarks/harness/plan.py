@@ -22,12 +22,9 @@ SHORT: dict[str, list[str]] = {
 ALL: dict[str, list[str]] = {
     "cartpole": ["--seeds", "0", "1"],
     "checkpoint": ["--rounds", "3", "--seconds", "10"],
-    "distributed": ["--rounds", "3"],
     "language_model": ["--iterations", "250", "--growth", "4000"],
     "language_model_jax": ["--only", "ours, the demo's handlers"],
     "start": ["--rounds", "3"],
-    "trainers": ["--rounds", "3"],
-    "verify": ["--rounds", "3"],
 }
 # sizes for which a figure is promised and which take longer than a run of all benchmarks should
 FULL: dict[str, list[str]] = {
