@@ -169,10 +169,22 @@ def summarize_archive(path: Path) -> RunSummary:
     except RunFolderError as error:
         nothing: dict[str, float] = {}
         return RunSummary(
-            path, "", Status.ARCHIVED, str(error), Progress(), None, None, nothing, nothing, {}, (), None, 1
+            os.fsencode(path),
+            "",
+            Status.ARCHIVED,
+            str(error),
+            Progress(),
+            None,
+            None,
+            nothing,
+            nothing,
+            {},
+            (),
+            None,
+            1,
         )
     reason = f"{found.status.value}{f': {found.reason}' if found.reason else ''}"
-    return replace(found, folder=path, status=Status.ARCHIVED, reason=reason)
+    return replace(found, path_bytes=os.fsencode(path), status=Status.ARCHIVED, reason=reason)
 
 
 def _no_archive(path: Path) -> str:

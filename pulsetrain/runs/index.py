@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Container, Iterable, Iterator
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,13 +23,31 @@ from pulsetrain.runs.tags import TAGS_FILE
 __all__ = ["INDEX", "RunIndex", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 5 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
+_VERSION = 6 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
 _DEPTH = 6  # folders below the root
+_RECENT = 10_000_000_000  # nanoseconds; a folder that was changed since may change again at the same time stamp
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
 _LOG = [f"/events/{path.name}" for path in log_files(Path())]
 _FILES = [(path, path.split("/")[1]) for path in ("/run.json", "/config.yaml", f"/{TAGS_FILE}", "/.owner", *_LOG)]
 _PASSED = _OF_RUNS | {name for _, name in _FILES}
+
+
+class _Known(NamedTuple):
+    """What is remembered of a run or an archive."""
+
+    sign: str  # of its files
+    changed: int  # when the folder was changed, nanoseconds since 1970; 0 if it has to be looked through
+    summary: RunSummary
+
+    def is_unchanged(self, folder: str) -> bool:
+        """Whether the folder holds the same names, and its files have the same sign."""
+        try:
+            if not self.changed or os.stat(folder).st_mtime_ns != self.changed:
+                return False
+        except OSError:
+            return False
+        return _sizes(folder, [part.split(":", 1)[0] for part in self.sign.split(" ")]) == self.sign
 
 
 class RunIndex:
@@ -51,6 +71,7 @@ class RunIndex:
         self.root = root
         self.signs: dict[str, str] = {}  # of the files of each run, by path, when they were last looked through
         self.unreadable: list[str] = []  # folders that may hold runs
+        self._changed: dict[str, int] = {}  # of folders that hold nothing but a run: see `_Known.changed`
         self._path = root / INDEX if cache and not is_run(root) else None
 
     def summaries(self, *, archives: bool = False) -> list[RunSummary]:
@@ -60,26 +81,30 @@ class RunIndex:
             archives: whether runs that were archived as files are listed, too.
         """
         known = {path: each for path, each in self._known().items() if archives or not path.endswith(ARCHIVE_SUFFIX)}
-        self.signs = signs = dict(self._found(archives))
-        fresh = {path for path, sign in signs.items() if path not in known or known[path][0] != sign}
-        found = {path: summary for path, (_, summary) in known.items() if path in signs and path not in fresh}
-        read = dict(zip(sorted(fresh), _read(sorted(fresh)), strict=True))
-        found |= {path: summary for path, summary in read.items() if summary is not None}
-        gone = known.keys() - signs.keys()
-        if read or gone:
+        self.signs = signs = dict(self._found(archives, known))
+        found = {path: each.summary for path, each in known.items() if signs.get(path) == each.sign}
+        fresh = sorted(signs.keys() - found.keys())
+        read = {path: each for path, each in zip(fresh, _read(fresh), strict=True) if each is not None}
+        found |= {path: _decode(each) for path, each in read.items()}
+        gone = known.keys() - found.keys()
+        changed = {path: time for path, time in self._changed.items() if path in known}
+        if read or gone or changed:
             # a run in progress changes by itself: it stalls, or its process ends
-            settled = {path: each for path, each in read.items() if each is not None and not each.status.is_going}
-            self._remember(
-                {path: (signs[path], each) for path, each in settled.items()}, gone | (fresh - settled.keys())
-            )
+            settled = {path: each for path, each in read.items() if not found[path].status.is_going}
+            self._remember(settled, gone | (read.keys() - settled.keys()))
         return [found[path] for path in sorted(found)]
 
-    def _found(self, archives: bool) -> Iterator[tuple[str, str]]:
+    def _found(self, archives: bool, known: Mapping[str, _Known]) -> Iterator[tuple[str, str]]:
         """The paths of runs and archives, with their signs."""
-        self.unreadable = []
+        self.unreadable, self._changed = [], {}
+        settled = time.time_ns() - _RECENT
         todo = [(str(self.root), 0)]
         while todo:
             folder, depth = todo.pop()
+            before = known.get(folder)
+            if before is not None and before.is_unchanged(folder):
+                yield folder, before.sign
+                continue
             try:
                 with os.scandir(folder) as entries:
                     here = list(entries)
@@ -95,49 +120,59 @@ class RunIndex:
                 else:
                     self.unreadable.append(folder)
             passed = _PASSED if is_a_run else frozenset({"crash"})  # crash bundles contain logs, too
-            for each in here if depth < _DEPTH or archives else ():
+            is_leaf = is_a_run
+            for each in here:
                 name, path = each.name, each.path.removeprefix("./")  # of ".": as Path writes it
-                if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
-                    yield path, sign_of(path)
-                elif name[0] != "." and name not in passed and depth < _DEPTH and each.is_dir(follow_symlinks=False):
-                    todo.append((path, depth + 1))
+                if name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
+                    is_leaf = False
+                    if archives:
+                        yield path, sign_of(path)
+                elif name[0] != "." and name not in passed and each.is_dir(follow_symlinks=False):
+                    is_leaf = False
+                    if depth < _DEPTH:
+                        todo.append((path, depth + 1))
+            if is_leaf and 0 < (changed := _changed_at(folder)) < settled:
+                self._changed[folder] = changed
 
-    def _known(self) -> dict[str, tuple[str, RunSummary]]:
-        """What is remembered: a sign of the files, and the summary, by path."""
+    def _known(self) -> dict[str, _Known]:
+        """What is remembered, by path."""
         if self._path is None or not self._path.exists():
             return {}
         try:
             with closing(sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as database:
                 if database.execute("pragma user_version").fetchone()[0] != _VERSION:
                     return {}
-                rows = database.execute("select path, sign, summary from runs").fetchall()
-            return {os.fsdecode(path): (sign, _decoder.decode(summary)) for path, sign, summary in rows}
+                rows = database.execute("select path, sign, changed, summary from runs").fetchall()
+            return {os.fsdecode(path): _Known(sign, changed, _decode(summary)) for path, sign, changed, summary in rows}
         except (sqlite3.Error, msgspec.DecodeError, OSError):  # damaged, or being replaced: all runs are read again
             return {}
 
-    def _remember(self, rows: dict[str, tuple[str, RunSummary]], gone: set[str]) -> None:
+    def _remember(self, read: Mapping[str, bytes], gone: set[str]) -> None:
         if self._path is None:
             return
         with suppress(sqlite3.Error, OSError):  # a folder that cannot be written: nothing is remembered
             self._path.parent.mkdir(exist_ok=True)
             try:
-                self._write(rows, gone)
+                self._write(read, gone)
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError):  # busy, or not writable
                     raise
                 self._path.unlink()
-                self._write(rows, gone)
+                self._write(read, gone)
 
-    def _write(self, rows: dict[str, tuple[str, RunSummary]], gone: set[str]) -> None:
+    def _write(self, read: Mapping[str, bytes], gone: set[str]) -> None:
         assert self._path is not None
         with closing(sqlite3.connect(self._path, timeout=5)) as database, database:
             if database.execute("pragma user_version").fetchone()[0] != _VERSION:
                 database.execute("drop table if exists runs")
                 database.execute(f"pragma user_version = {_VERSION}")
-            database.execute("create table if not exists runs (path blob primary key, sign text, summary blob)")
+            columns = "path blob primary key, sign text, changed integer, summary blob"
+            database.execute(f"create table if not exists runs ({columns})")
             database.executemany("delete from runs where path = ?", [(os.fsencode(path),) for path in gone])
-            values = [(os.fsencode(path), sign, _encoder.encode(summary)) for path, (sign, summary) in rows.items()]
-            database.executemany("insert or replace into runs values (?, ?, ?)", values)
+            rows = [(os.fsencode(path), self.signs[path], 0, summary) for path, summary in read.items()]
+            database.executemany("insert or replace into runs values (?, ?, ?, ?)", rows)
+            times = [(time, os.fsencode(path)) for path, time in self._changed.items()]
+            database.executemany("update runs set changed = ? where path = ?", times)
 
 
 def sign_of(path: str) -> str:
@@ -155,6 +190,14 @@ def _sign(folder: str, names: Container[str]) -> str:
     return _sizes(folder, [path for path, name in _FILES if name in names])
 
 
+def _changed_at(folder: str) -> int:
+    """When names were added to a folder or removed, nanoseconds since 1970; 0 if it is not there."""
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return 0
+
+
 def _sizes(path: str, names: Iterable[str]) -> str:
     parts = []
     for name in names:
@@ -170,7 +213,7 @@ def _is_archive(path: str) -> bool:
     return path.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path)
 
 
-def _read(paths: list[str]) -> list[RunSummary | None]:
+def _read(paths: list[str]) -> list[bytes | None]:
     # in a fork, a lock that another thread holds, such as one of the server, would stay locked
     if len(paths) < _MANY or (os.cpu_count() or 1) < 2 or threading.active_count() > 1:
         return [_summary(path) for path in paths]
@@ -180,29 +223,17 @@ def _read(paths: list[str]) -> list[RunSummary | None]:
         return list(pool.map(_summary, paths, chunksize=64))
 
 
-def _summary(path: str) -> RunSummary | None:
-    """The summary of a run; None if it has just been removed."""
+def _summary(path: str) -> bytes | None:
+    """The summary of a run, encoded; None if the run has just been removed."""
     try:
         if _is_archive(path):
             from pulsetrain.runs.archive import summarize_archive  # here, as zipfile is
 
-            return summarize_archive(Path(path))
-        return summarize(Path(path))
+            return _encode(summarize_archive(Path(path)))
+        return _encode(summarize(Path(path)))
     except (RunFolderError, OSError):
         return None
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Path):
-        return os.fsencode(value)  # a name may be any bytes
-    raise NotImplementedError(type(value))
-
-
-def _object(kind: type, value: object) -> object:
-    if issubclass(kind, Path):
-        return Path(os.fsdecode(value))  # type: ignore[arg-type]  # bytes, from _plain
-    raise NotImplementedError(kind)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decoder = msgspec.msgpack.Decoder(RunSummary, dec_hook=_object)
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RunSummary).decode

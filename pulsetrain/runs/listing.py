@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
@@ -54,7 +55,8 @@ def reader_of(column: str, root: Path) -> Callable[[RunSummary], Any]:
     """
     match column:
         case "run":
-            return lambda run: path_of(run.folder, root)
+            below = _below(root)
+            return lambda run: below(run.path)
         case "status":
             return lambda run: run.status.value
         case "tags":
@@ -161,19 +163,21 @@ FORMATS: dict[str, Callable[[Sequence[RunSummary], Sequence[str], Path], Iterato
 }
 
 
-def path_of(folder: Path, root: Path) -> str:
+def path_of(folder: str | Path, root: Path) -> str:
     """The run's path below the root.
 
     >>> [path_of(Path(folder), Path("runs")) for folder in ("runs/a/b", "runs", "/runs/a")]
     ['a/b', 'runs', '/runs/a']
     """
-    path, above = str(folder), str(root)
-    if path == above:
-        return folder.name
-    if above == ".":
-        return path
-    above = above if above.endswith("/") else f"{above}/"
-    return path.removeprefix(above)  # of texts: relative_to takes 20 times as long
+    return _below(root)(str(folder))
+
+
+def _below(root: Path) -> Callable[[str], str]:
+    """What makes the path below the root of a path."""
+    above = str(root)
+    start = "" if above == "." else above if above.endswith("/") else f"{above}/"
+    # of texts: relative_to takes 20 times as long
+    return lambda path: path.removeprefix(start) if path != above else os.path.basename(path)
 
 
 def _cell_of(column: str, root: Path) -> Callable[[RunSummary], str]:
@@ -198,10 +202,12 @@ def _text(value: object) -> str:
 
 
 def _progress(run: RunSummary) -> str:
-    share = "" if run.progress is None else f" ({run.progress:.0%})"
-    if run.total_epochs:
-        return f"epoch {run.epoch}/{run.total_epochs}{share}"
-    return f"{run.iteration:,}{f'/{run.total_iterations:,}' if run.total_iterations else ''}{share}"
+    reached = run.reached
+    share = "" if (progress := reached.share) is None else f" ({progress:.0%})"
+    if reached.total_epochs:
+        return f"epoch {reached.epoch}/{reached.total_epochs}{share}"
+    of_all = f"/{reached.total_iterations:,}" if reached.total_iterations else ""
+    return f"{reached.iteration:,}{of_all}{share}"
 
 
 def _shown(text: str) -> str:

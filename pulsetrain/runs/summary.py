@@ -71,7 +71,7 @@ class Status(StrEnum):
 class RunSummary:
     """A run, as its folder describes it."""
 
-    folder: Path
+    path_bytes: bytes  # of its folder or archive: a name may be any bytes
     id: str
     status: Status
     reason: str  # why it stopped or failed, or what could not be read; "" if there is nothing to say
@@ -86,9 +86,19 @@ class RunSummary:
     ranks: int
 
     @property
+    def path(self) -> str:
+        """The path of its folder or archive."""
+        return os.fsdecode(self.path_bytes)
+
+    @property
+    def folder(self) -> Path:
+        """The same as a Path."""
+        return Path(self.path)
+
+    @property
     def name(self) -> str:
         """The name of its folder."""
-        return self.folder.name
+        return os.path.basename(self.path)
 
     @property
     def epoch(self) -> int:
@@ -191,7 +201,7 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
         problem = f"damaged log: {log.damage[0]}; `pulsetrain events --check` lists what is lost"
     parent = described.get("parent")
     return RunSummary(
-        folder=folder,
+        path_bytes=os.fsencode(folder),
         id=str(described.get("id") or ""),
         status=status,
         reason="; ".join(filter(None, [reason, problem, newer_format(described)])),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from pathlib import Path
 
 from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
@@ -25,7 +24,7 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
     """Compile a condition on runs, in the language of conditions on events.
 
     >>> some = RunSummary(
-    ...     Path("runs/a"), "", Status.COMPLETED, "", Progress(2, 20, 2, 2), None, None, {}, {"val/loss": 1.5},
+    ...     b"runs/a", "", Status.COMPLETED, "", Progress(2, 20, 2, 2), None, None, {}, {"val/loss": 1.5},
     ...     {"training.learning_rate": 0.01}, ("good",), None, 1,
     ... )
     >>> good = run_predicate('best["val/loss"] < 2 and training.learning_rate > 1e-3 and "good" in tags', [some])
@@ -95,4 +94,4 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-_NOTHING = RunSummary(Path(), "", Status.RUNNING, "", Progress(), None, None, {}, {}, {}, (), None, 1)
+_NOTHING = RunSummary(b"", "", Status.RUNNING, "", Progress(), None, None, {}, {}, {}, (), None, 1)

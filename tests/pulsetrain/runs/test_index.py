@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.runs import index as index_module
 from pulsetrain.runs.archive import write_archive
 from pulsetrain.runs.index import INDEX, RunIndex
@@ -174,3 +177,72 @@ def test_archives_are_listed_where_they_are_asked_for(tmp_path: Path):
     assert [each.iteration for each in RunIndex(tmp_path).summaries(archives=True)] == [10, 10]
     (tmp_path / "a.run.zip").unlink()
     assert len(RunIndex(tmp_path).summaries(archives=True)) == 1
+
+
+@pytest.fixture
+def settled(root: Path) -> Path:
+    """Runs whose folders were changed an hour ago, and are known."""
+    for folder in (root / "a", root / "deep" / "er" / "b"):
+        os.utime(folder, (time.time() - 3600,) * 2)
+    assert names(root) == ["a", "b"]
+    return root
+
+
+@pytest.fixture
+def looked_through(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the folders that are looked through."""
+    found: list[str] = []
+    scandir = os.scandir
+
+    def noting(folder: str) -> Any:
+        found.append(os.path.basename(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", noting)
+    return found
+
+
+def test_the_folder_of_a_known_run_is_not_looked_through_again(settled: Path, looked_through: list[str]):
+    assert names(settled) == ["a", "b"]
+    assert {"a", "b"}.isdisjoint(looked_through)
+    assert "er" in looked_through
+
+
+def test_a_folder_that_was_changed_just_now_is_looked_through_again(root: Path, looked_through: list[str]):
+    names(root)
+    looked_through.clear()
+    names(root)
+    assert {"a", "b"} <= set(looked_through)  # it may have been changed again within the same time stamp
+
+
+def test_a_known_folder_is_remembered_once_it_has_settled(root: Path, looked_through: list[str]):
+    names(root)
+    os.utime(root / "a", (time.time() - 3600,) * 2)
+    names(root)
+    looked_through.clear()
+    assert names(root) == ["a", "b"]
+    assert "a" not in looked_through
+    assert "b" in looked_through
+
+
+def test_a_file_of_a_settled_run_that_is_written_in_place_is_read_again(settled: Path, read: list[str]):
+    read.clear()
+    writer = LogWriter(settled / "a" / "events")
+    writer.add(LoggedEvent(engine="trainer", event="iteration_completed", iteration=77, seq=10**6))
+    writer.close()
+    assert RunIndex(settled).summaries()[0].iteration == 77
+    assert read == ["a"]
+
+
+def test_a_run_inside_of_a_settled_one_is_found(settled: Path):
+    write_run(settled / "a" / "inner", [0.25])
+    os.utime(settled / "a", (time.time() - 1800,) * 2)
+    for _ in range(2):
+        assert names(settled) == ["a", "inner", "b"]
+    write_run(settled / "a" / "inner" / "most", [0.25])
+    assert names(settled) == ["a", "inner", "most", "b"]
+
+
+def test_a_settled_run_that_is_removed_is_gone(settled: Path):
+    shutil.rmtree(settled / "a")
+    assert names(settled) == ["b"]
