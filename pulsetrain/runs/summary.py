@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -47,7 +47,7 @@ _JUDGED = frozenset({"validation_completed", "rollout_completed"})
 _REPORTED = frozenset({*_JUDGED, "metrics_logged", "policy_updated"})
 _PATIENCE = 20.0  # times the longest recent gap between two events, after which a run that is not ended is stalled
 _LEAST_PATIENCE = 60.0  # seconds
-_RECENT = 200  # events
+_LAST, _RECENT = 16, 200  # newest events, of a run that has ended and of another one
 
 
 class Status(StrEnum):
@@ -236,10 +236,13 @@ class _Seen:
         self._recent: list[LoggedEvent] = []
         self._mode_of = cache(partial(mode_of, modes=modes))  # it is asked for each value
         if log is not None:
+            self._lines = lru_cache(maxsize=1)(log.lines)  # of a block; many logs have a single one
             self._read(log)
 
     def _read(self, log: EventLog) -> None:
-        main, recent = log.main_engine, _newest(log)
+        main, recent = log.main_engine, self._newest(log, _LAST)
+        if not any(event.event in ENDS and event.engine == main for event in recent):
+            recent = self._newest(log, _RECENT)
         self._recent = recent
         if recent:
             self.updated = recent[-1].t / 1e9
@@ -248,7 +251,7 @@ class _Seen:
         newest = next((event for event in reversed(recent) if event.engine == main), None) or log.last(main)
         if newest is not None:
             self.epoch, self.iteration = newest.epoch, newest.iteration
-        for event in _reported(log):
+        for event in self._reported(log):
             self._note(event, event.engine == main)
         for event in recent:
             if event.engine == main:
@@ -276,8 +279,24 @@ class _Seen:
         for number in reversed(range(len(log.headers))):
             header = log.headers[number].engines.get(main)
             if header is not None and not names.isdisjoint(header.events):
-                found = reversed(_decoded(log.lines(number) or b"", names))
+                found = reversed(_decoded(self._lines(number) or b"", names))
                 yield from (each for each in found if _counts(log, each, main))
+
+    def _newest(self, log: EventLog, count: int) -> list[LoggedEvent]:
+        """The newest events: those that are not sealed yet, and those of the last block."""
+        found, block = log.tail, len(log.headers) - 1
+        if len(found) < count and block >= 0:
+            found = [*log.block(block, count - len(found), self._lines(block)), *found]
+        return found[-count:]
+
+    def _reported(self, log: EventLog) -> Iterator[LoggedEvent]:
+        """The events with metrics, in order: of each block, only their lines are decoded."""
+        for number, header in enumerate(log.headers):
+            names = _REPORTED.intersection(chain.from_iterable(part.events for part in header.engines.values()))
+            lines = self._lines(number) if names else None
+            if lines is not None:
+                yield from (each for each in _decoded(lines, names) if _counts(log, each))
+        yield from (each for each in log.tail if each.event in _REPORTED and _counts(log, each))
 
     def _follow(self, event: LoggedEvent) -> None:
         if event.event in BEGINNINGS:
@@ -289,25 +308,21 @@ class _Seen:
         payload = event.payload if isinstance(event.payload, dict) else {}
         metrics = payload.get("metrics")
         for name, value in metrics.items() if isinstance(metrics, dict) and is_main else ():
-            number = parse_non_finite(value)
-            if not isinstance(number, int | float) or isinstance(number, bool):
+            number = value if type(value) is float else _number(value)
+            if number is None:
                 continue
-            self.last[name] = float(number)
+            self.last[name] = number
             mode = self._mode_of(name) if event.event in _JUDGED else None
             if mode is not None and number == number:
                 best = self.best.get(name)
-                is_better = best is None or (number < best if mode == "min" else number > best)
-                self.best[name] = float(number) if best is None or is_better else best
+                if best is None or (number < best if mode == "min" else number > best):
+                    self.best[name] = number
 
 
-def _reported(log: EventLog) -> Iterator[LoggedEvent]:
-    """The events with metrics, in order: of each block, only their lines are decoded."""
-    for number, header in enumerate(log.headers):
-        names = _REPORTED.intersection(chain.from_iterable(part.events for part in header.engines.values()))
-        lines = log.lines(number) if names else None
-        if lines is not None:
-            yield from (each for each in _decoded(lines, names) if _counts(log, each))
-    yield from (each for each in log.tail if each.event in _REPORTED and _counts(log, each))
+def _number(value: Json) -> float | None:
+    """A metric's value; None if it is not a number."""
+    found = parse_non_finite(value)
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 def _counts(log: EventLog, event: LoggedEvent, engine: str | None = None) -> bool:
@@ -328,14 +343,6 @@ def _decoded(lines: bytes, names: frozenset[str]) -> list[LoggedEvent]:
     except msgspec.DecodeError:  # although the block's checksum is right
         return []
     return [each for each in events if each.event in names]  # the mark may be in a text of another event
-
-
-def _newest(log: EventLog) -> list[LoggedEvent]:
-    """The newest events: those that are not sealed yet, and those of the last block."""
-    found = log.tail
-    if len(found) < _RECENT and log.headers:
-        found = [*log.block(len(log.headers) - 1, _RECENT - len(found)), *found]
-    return found[-_RECENT:]
 
 
 def status_of(folder: Path, ending: Ending | None, updated: float | None, gap: float, now: float) -> tuple[Status, str]:

@@ -223,14 +223,15 @@ class EventLog:
         events = (event for block in chain([self._events], blocks) for event in reversed(block))
         return next((event for event in events if engine in (None, event.engine)), None)
 
-    def block(self, index: int, newest: int | None = None) -> list[LoggedEvent]:
+    def block(self, index: int, newest: int | None = None, lines: bytes | None = None) -> list[LoggedEvent]:
         """The events of one sealed block, superseded ones included; empty if it is damaged: see `damage`.
 
         Args:
             index: number of the block.
             newest: how many of its events to decode, from its end; by default all.
+            lines: what `lines` has returned; by default they are read.
         """
-        lines = self.lines(index)
+        lines = self.lines(index) if lines is None else lines
         try:
             if lines is not None:
                 return decode(lines if newest is None else _last_lines(lines, newest))
