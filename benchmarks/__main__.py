@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from benchmarks.harness.plan import SHORT, arguments_of, names
 from benchmarks.harness.results import MISSED, UNBOUNDED, status, table
 from benchmarks.harness.run import Outcome, run
 from benchmarks.harness.tables import load_reports, save_report, written
+from pulsetrain.engine.plain_text import format_count
 
 RESULTS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"
 
@@ -70,7 +72,7 @@ def _measured(name: str, arguments: Sequence[str], folder: Path | None) -> Outco
 
 
 def _tables(plan: Sequence[tuple[str, Sequence[str]]], measured: partial[Outcome]) -> int:
-    verdicts = []
+    verdicts, begun = [], time.monotonic()
     for name, arguments in plan:
         outcome = measured(name, arguments)
         if outcome.report is None:
@@ -80,6 +82,8 @@ def _tables(plan: Sequence[tuple[str, Sequence[str]]], measured: partial[Outcome
             verdicts += [verdict for _, verdict in outcome.report.verdicts()]
             text = table(outcome.report)
         print(f"== {name}\n{text}\n", flush=True)
+    minutes, seconds = divmod(round(time.monotonic() - begun), 60)
+    print(f"{format_count(len(plan), 'benchmark')} in {minutes} min {seconds:02} s")
     return status(verdicts)
 
 

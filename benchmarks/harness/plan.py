@@ -20,11 +20,15 @@ SHORT: dict[str, list[str]] = {
 }
 # smaller than those of the bounds, so that the tables of all benchmarks together take less time
 ALL: dict[str, list[str]] = {
+    "against_sb3": ["--steps", "10000"],
+    "backends": ["--rounds", "3"],
     "cartpole": ["--seeds", "0", "1"],
     "checkpoint": ["--rounds", "3", "--seconds", "10"],
     "language_model": ["--iterations", "250", "--growth", "4000"],
     "language_model_jax": ["--only", "ours, the demo's handlers"],
-    "start": ["--rounds", "3"],
+    "many_ranks": ["--runs", "20"],
+    "start": ["--rounds", "2"],
+    "trainers": ["--iterations", "500"],
 }
 # sizes for which a figure is promised and which take longer than a run of all benchmarks should
 FULL: dict[str, list[str]] = {
