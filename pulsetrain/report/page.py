@@ -14,12 +14,10 @@ from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.facts import ABSENT, Row, compared, settings_of
 from pulsetrain.report.reported_run import ReportedRun
-from pulsetrain.report.style import STYLE
+from pulsetrain.report.style import document
 
 __all__ = ["page_of"]
 
-# The browser may load nothing but the page itself, whatever text the names in a run contain.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 SHOWN_DAMAGE = 12
 SHORT = 8  # rows of best values: a longer table is folded
 STATES = {"completed": "completed", "stopped": "stopped", "failed": "failed", "open": "not ended"}
@@ -44,15 +42,8 @@ def page_of(runs: Sequence[ReportedRun], chart: str) -> str:
         _table("Configuration", runs, compared(settings_of([run.facts for run in runs]))),
         _table("Environment", runs, compared([run.facts.environment for run in runs])),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f'<header><h1>{escape(title)}</h1><p class="made">written {made}</p></header>\n'
-        + "\n".join(sections)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    header = f'<h1>{escape(title)}</h1><p class="made">written {made}</p>'
+    return document(title, header, "\n".join(sections))
 
 
 HINT = (

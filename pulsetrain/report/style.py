@@ -1,12 +1,18 @@
-"""The style sheet of the page.
+"""The frame of a page, which loads nothing, and its style sheet.
 
 In dark, the figures are inverted as a whole with their hues kept: so they follow a change of the preference without a
 script, and what their camera button saves remains dark on white, as papers need it.
 """
 
-__all__ = ["STYLE"]
+from __future__ import annotations
 
-STYLE = """\
+from html import escape
+
+__all__ = ["document"]
+
+# The browser may load nothing but the page itself, whatever text the names in a run contain.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_STYLE = """\
 :root { color-scheme: light; --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --ground: #f3f4f6; --raised: #fff;
   --differs: #fffbeb; }
 * { box-sizing: border-box; }
@@ -67,3 +73,24 @@ td { font-variant-numeric: tabular-nums; max-width: 420px; }
 }
 @media print { body { background: #fff; } section, article { break-inside: avoid; } }
 """
+
+
+def document(title: str, header: str, body: str, *, style: str = "") -> str:
+    """A page as one HTML file.
+
+    >>> "<title>a &lt; b</title>" in document("a < b", "<h1>a</h1>", "<p>b</p>")
+    True
+
+    Args:
+        title: text.
+        header: HTML.
+        body: HTML.
+        style: rules besides those of all pages.
+    """
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<header>{header}</header>\n{body}\n</main>\n</body>\n</html>\n"
+    )

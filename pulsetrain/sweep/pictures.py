@@ -12,7 +12,7 @@ from typing import Any
 
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.run_files.run_folder import replace_file
-from pulsetrain.report.style import STYLE
+from pulsetrain.report.style import document
 from pulsetrain.sweep.results import SweepResults, Trial, results_of, text_of
 from pulsetrain.sweep.spec import Range, Spec
 from pulsetrain.sweep.study import front_of, open_study
@@ -149,18 +149,13 @@ def _front(plotly: Any, results: SweepResults, best: Sequence[int]) -> Any:
 
 
 def _page(results: SweepResults, front: Sequence[int], sections: str) -> str:
-    name = html.escape(results.folder.name)
+    name = results.folder.name
     best = results.best
     hint = "no trial has completed" if best is None else f"best: trial {best.number}, {html.escape(best.values_text)}"
     if len(results.directions) > 1 and best is not None:
         hint = f"Pareto front: trials {', '.join(map(str, front))}"
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>sweep {name}</title>\n"
-        f"<style>{STYLE}{_CELLS}</style></head>\n<body><main><header><h1>{name}</h1><small>{hint}</small></header>\n"
-        f"{sections}\n{_table(results)}\n</main></body></html>\n"
-    )
+    header = f"<h1>{html.escape(name)}</h1><small>{hint}</small>"
+    return document(f"sweep {name}", header, f"{sections}\n{_table(results)}", style=_CELLS)
 
 
 def _table(results: SweepResults) -> str:
