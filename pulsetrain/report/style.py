@@ -1,4 +1,4 @@
-"""The frame of a page, which loads nothing, and its style sheet.
+"""The frame of a page, which loads nothing, its style sheet, and what its figures offer.
 
 In dark, the figures are inverted as a whole with their hues kept: so they follow a change of the preference without a
 script, and what their camera button saves remains dark on white, as papers need it.
@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from html import escape
 
-__all__ = ["document"]
+__all__ = ["CHART", "document"]
+
+CHART = {
+    "responsive": True,
+    "displaylogo": False,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"],
+}
+"""The settings of plotly for a figure: nothing is sent anywhere."""
 
 # The browser may load nothing but the page itself, whatever text the names in a run contain.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -17,15 +17,11 @@ from pulsetrain.report.page import page_of
 from pulsetrain.report.processes import read_processes
 from pulsetrain.report.record import RunRecord
 from pulsetrain.report.reported_run import PALETTE, ReportedRun
+from pulsetrain.report.style import CHART
 
 __all__ = ["Report", "write_report"]
 
 NAME = "report.html"
-_CHART = {
-    "responsive": True,
-    "displaylogo": False,
-    "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"],
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def write_report(
         color = PALETTE[index % len(PALETTE)]
         found.append(ReportedRun(name, color, record, read_facts(log.run_folder), read_processes(log.run)))
     chart: str = io.to_html(
-        graphs.Figure(figure_of(found)), config=_CHART, include_plotlyjs=True, include_mathjax=False, full_html=False
+        graphs.Figure(figure_of(found)), config=CHART, include_plotlyjs=True, include_mathjax=False, full_html=False
     )
     content = page_of(found, chart).encode("utf-8", "backslashreplace")
     try:

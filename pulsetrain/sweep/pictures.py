@@ -12,7 +12,7 @@ from typing import Any
 
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.run_files.run_folder import replace_file
-from pulsetrain.report.style import document
+from pulsetrain.report.style import CHART, document
 from pulsetrain.sweep.results import SweepResults, Trial, results_of, text_of
 from pulsetrain.sweep.spec import Range, Spec
 from pulsetrain.sweep.study import front_of, open_study
@@ -20,7 +20,6 @@ from pulsetrain.sweep.study import front_of, open_study
 __all__ = ["write_pictures"]
 
 _INK, _BLUE, _ORANGE = "#1f2937", "#2563eb", "#ea580c"
-_CHART = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
 _CELLS = "td:not(:last-child) { overflow-wrap: normal; }"  # numbers in one line; the error may be long
 _ENOUGH = 4  # completed trials, from which on an importance is estimated
 
@@ -49,7 +48,7 @@ def write_pictures(spec: Spec) -> Path:
         parts.append(("Pareto front", _front(plotly, results, front)))
     sections = []
     for number, (title, figure) in enumerate(parts):
-        drawn = figure.to_html(full_html=False, include_plotlyjs=not number, config=_CHART)
+        drawn = figure.to_html(full_html=False, include_plotlyjs=not number, config=CHART)
         sections.append(f"<section><h2>{html.escape(title)}</h2>{drawn}</section>")
     path = Path(spec.folder) / "sweep.html"
     replace_file(path, _page(results, front, "\n".join(sections)).encode())

@@ -69,6 +69,9 @@ def test_one_metric_over_two_settings(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "<script>alert(1)" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", page)
+    assert "Content-Security-Policy" in page
+    # no button that sends a figure to plotly's servers
+    assert page.count('"modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]') == 5
 
 
 def test_the_axis_of_a_logarithmic_range_is_logarithmic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
