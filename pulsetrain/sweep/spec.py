@@ -350,6 +350,9 @@ def read_saved(folder: Path) -> Spec:
         ConfigurationError: the file cannot be read, or the environment lacks the storage's URL.
     """
     given = _read(folder / SAVED)
+    if "space" in given and not {"mode", "replay"} & given.keys():  # which each one that was written has
+        own = f", which is {folder / str(given['folder'])}" if given.get("folder") else ""
+        raise ConfigurationError(f"{folder / SAVED}: starts a sweep; give the folder that the sweep writes{own}")
     try:
         for name in ("metric", "mode", "replay"):
             given[name] = tuple(given[name])

@@ -173,3 +173,11 @@ def test_a_grid_has_every_combination(base: Path) -> None:
     spec = read_spec(written(base, space="{training.learning_rate: [1e-3, 1e-2], model.init_args.width: [4, 6]}"))
     assert spec.total == 4
     assert [list(each.values()) for each in spec.combinations] == [[1e-3, 4], [1e-3, 6], [1e-2, 4], [1e-2, 6]]
+
+
+def test_the_file_that_starts_a_sweep_is_not_taken_for_a_saved_one(base: Path) -> None:
+    written(base).rename(base / "sweep.yaml")
+    with pytest.raises(
+        ConfigurationError, match=r"starts a sweep; give the folder that the sweep writes, which is .*out"
+    ):
+        read_saved(base)
