@@ -177,7 +177,5 @@ def test_a_grid_has_every_combination(base: Path) -> None:
 
 def test_the_file_that_starts_a_sweep_is_not_taken_for_a_saved_one(base: Path) -> None:
     written(base).rename(base / "sweep.yaml")
-    with pytest.raises(
-        ConfigurationError, match=r"starts a sweep; give the folder that the sweep writes, which is .*out"
-    ):
+    with pytest.raises(ConfigurationError, match=r"starts a sweep; give the folder that the sweep writes, .*out"):
         read_saved(base)
