@@ -29,7 +29,9 @@ _RECENT = 10_000_000_000  # nanoseconds; a folder that was changed since may cha
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
 _LOG = [f"/events/{path.name}" for path in log_files(Path())]
-_FILES = [(path, path.split("/")[1]) for path in ("/run.json", "/config.yaml", f"/{TAGS_FILE}", "/.owner", *_LOG)]
+_FILES = [
+    (path, path.split("/")[1]) for path in ("/run.json", "/config.yaml", f"/{TAGS_FILE}", "/.owner", "/events", *_LOG)
+]
 _PASSED = _OF_RUNS | {name for _, name in _FILES}
 
 
@@ -42,12 +44,9 @@ class _Known(NamedTuple):
 
     def is_unchanged(self, folder: str) -> bool:
         """Whether the folder holds the same names, and its files have the same sign."""
-        try:
-            if not self.changed or os.stat(folder).st_mtime_ns != self.changed:
-                return False
-        except OSError:
+        if not self.changed or _changed_at(folder) != self.changed:
             return False
-        return _sizes(folder, [part.split(":", 1)[0] for part in self.sign.split(" ")]) == self.sign
+        return _sizes(folder, _signed(self.sign)) == self.sign
 
 
 class RunIndex:
@@ -113,25 +112,25 @@ class RunIndex:
                     self.unreadable.append(folder)
                 continue
             names = frozenset([each.name for each in here])
-            is_a_run = is_run_of(names)
+            is_a_run, sign = is_run_of(names), ""
             if is_a_run:
                 if os.access(folder, os.X_OK):
-                    yield folder, _sign(folder, names)
+                    sign = _sign(folder, names)
+                    yield folder, sign
                 else:
                     self.unreadable.append(folder)
             passed = _PASSED if is_a_run else frozenset({"crash"})  # crash bundles contain logs, too
             is_leaf = is_a_run
             for each in here:
                 name, path = each.name, each.path.removeprefix("./")  # of ".": as Path writes it
-                if name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
-                    is_leaf = False
-                    if archives:
-                        yield path, sign_of(path)
+                is_leaf = is_leaf and not name.endswith(ARCHIVE_SUFFIX)
+                if archives and name.endswith(ARCHIVE_SUFFIX) and os.path.isfile(path):
+                    yield path, sign_of(path)
                 elif name[0] != "." and name not in passed and each.is_dir(follow_symlinks=False):
                     is_leaf = False
                     if depth < _DEPTH:
                         todo.append((path, depth + 1))
-            if is_leaf and 0 < (changed := _changed_at(folder)) < settled:
+            if is_leaf and _is_whole(sign, names) and 0 < (changed := _changed_at(folder)) < settled:
                 self._changed[folder] = changed
 
     def _known(self) -> dict[str, _Known]:
@@ -190,10 +189,20 @@ def _sign(folder: str, names: Container[str]) -> str:
     return _sizes(folder, [path for path, name in _FILES if name in names])
 
 
+def _is_whole(sign: str, names: Container[str]) -> bool:
+    """Whether the sign has all files that these names lead to; others may appear without a change of the folder."""
+    return {*_signed(sign)} == {path for path, name in _FILES if name in names}
+
+
+def _signed(sign: str) -> list[str]:
+    """The files of a sign."""
+    return [part.split(":", 1)[0] for part in sign.split(" ")]
+
+
 def _changed_at(folder: str) -> int:
-    """When names were added to a folder or removed, nanoseconds since 1970; 0 if it is not there."""
+    """When names were added to a folder or removed, or its mode was changed; 0 if it is not there."""
     try:
-        return os.stat(folder).st_mtime_ns
+        return os.stat(folder).st_ctime_ns
     except OSError:
         return 0
 
@@ -205,7 +214,7 @@ def _sizes(path: str, names: Iterable[str]) -> str:
             status = os.stat(path + name)
         except OSError:
             continue
-        parts.append(f"{name}:{status.st_size}:{status.st_mtime_ns}")
+        parts.append(f"{name}:{status.st_size}:{status.st_ctime_ns}")
     return " ".join(parts)
 
 

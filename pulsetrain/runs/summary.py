@@ -212,7 +212,7 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
         best=seen.best,
         settings=_settings(folder, described),
         tags=read_tags(folder),
-        parent=parent if isinstance(parent, dict) and parent.get("run") else None,
+        parent=_values(parent) if isinstance(parent, dict) and parent.get("run") else None,
         ranks=len(logged_ranks(folder)) if log is not None else 1,
     )
 
@@ -233,7 +233,6 @@ class _Seen:
         self.best: dict[str, float] = {}
         self.ending: Ending | None = None
         self._log = log
-        self._recent: list[LoggedEvent] = []
         self._mode_of = cache(partial(mode_of, modes=modes))  # it is asked for each value
         if log is not None:
             self._lines = lru_cache(maxsize=1)(log.lines)  # of a block; many logs have a single one
@@ -241,21 +240,30 @@ class _Seen:
 
     def _read(self, log: EventLog) -> None:
         main, recent = log.main_engine, self._newest(log, _LAST)
-        if not any(event.event in ENDS and event.engine == main for event in recent):
-            recent = self._newest(log, _RECENT)
-        self._recent = recent
-        if recent:
-            self.updated = recent[-1].t / 1e9
-            times = [event.t / 1e9 for event in recent]
-            self.gap = max((b - a for a, b in pairwise(times)), default=0.0)
         newest = next((event for event in reversed(recent) if event.engine == main), None) or log.last(main)
         if newest is not None:
             self.epoch, self.iteration = newest.epoch, newest.iteration
+        self.ending = self._ended()
+        if self.ending is None:
+            recent = self._newest(log, _RECENT)
+            times = [event.t / 1e9 for event in recent]
+            self.gap = max((b - a for a, b in pairwise(times)), default=0.0)
+        last = recent[-1] if recent else log.last()  # its last block may be damaged
+        self.updated = None if last is None else last.t / 1e9
         for event in self._reported(log):
             self._note(event, event.engine == main)
-        for event in recent:
-            if event.engine == main:
-                self._follow(event)
+
+    def _ended(self) -> Ending | None:
+        """How the run ended; None if it has not, or has been continued."""
+        begun = next(self._backwards(BEGINNINGS), None)
+        ended = None
+        for event in self._backwards(ENDS):
+            if event.iteration < self.iteration or (begun is not None and event.seq < begun.seq):
+                break
+            ended = event
+            if event.event != "completed":  # which also follows other ends, after any number of events
+                break
+        return None if ended is None else ending_of(ended)
 
     def progress(self, settings: Json) -> Progress:
         """How far the run is.
@@ -269,18 +277,18 @@ class _Seen:
         return progress_of(self.epoch, self.iteration, epochs, bounds, settings)
 
     def _backwards(self, names: frozenset[str]) -> Iterator[LoggedEvent]:
-        """The main engine's events of these types, the newest first, some twice; superseded ones are left out."""
+        """The main engine's events of these types, the newest first; superseded ones are left out."""
         log = self._log
         if log is None:
             return
-        main = log.main_engine
-        newest = chain(reversed(self._recent), reversed(log.tail))  # the recent ones are decoded already
-        yield from (each for each in newest if each.event in names and _counts(log, each, main))
-        for number in reversed(range(len(log.headers))):
-            header = log.headers[number].engines.get(main)
-            if header is not None and not names.isdisjoint(header.events):
-                found = reversed(_decoded(self._lines(number) or b"", names))
-                yield from (each for each in found if _counts(log, each, main))
+        main, headers = log.main_engine, log.headers
+        yield from (each for each in reversed(log.tail) if each.event in names and _counts(log, each, main))
+        for number in reversed(range(len(headers))):
+            header = headers[number].engines.get(main)
+            here = names.intersection(header.events) if header is not None else ()
+            lines = self._lines(number) or b"" if here else b""
+            for start, end in reversed(_places(lines, here)):  # one by one: the first is often enough
+                yield from (each for each in _decoded(lines[start:end], names) if _counts(log, each, main))
 
     def _newest(self, log: EventLog, count: int) -> list[LoggedEvent]:
         """The newest events: those that are not sealed yet, and those of the last block."""
@@ -295,14 +303,9 @@ class _Seen:
             names = _REPORTED.intersection(chain.from_iterable(part.events for part in header.engines.values()))
             lines = self._lines(number) if names else None
             if lines is not None:
-                yield from (each for each in _decoded(lines, names) if _counts(log, each))
+                found = b"\n".join(lines[start:end] for start, end in _places(lines, names))
+                yield from (each for each in _decoded(found, names) if _counts(log, each))
         yield from (each for each in log.tail if each.event in _REPORTED and _counts(log, each))
-
-    def _follow(self, event: LoggedEvent) -> None:
-        if event.event in BEGINNINGS:
-            self.ending = None
-        elif event.event in ENDS and not (event.event == "completed" and self.ending is not None):
-            self.ending = ending_of(event)
 
     def _note(self, event: LoggedEvent, is_main: bool) -> None:
         payload = event.payload if isinstance(event.payload, dict) else {}
@@ -330,7 +333,8 @@ def _counts(log: EventLog, event: LoggedEvent, engine: str | None = None) -> boo
     return engine in (None, event.engine) and not (event.ord >= 0 and log.is_superseded(event.seq))
 
 
-def _decoded(lines: bytes, names: frozenset[str]) -> list[LoggedEvent]:
+def _places(lines: bytes, names: Iterable[str]) -> list[tuple[int, int]]:
+    """Where the lines of events of these types begin and end, in order, and perhaps those of a few others."""
     places: list[tuple[int, int]] = []
     for mark in (f'"event":"{name}"'.encode() for name in names):
         at = lines.find(mark)
@@ -338,8 +342,13 @@ def _decoded(lines: bytes, names: frozenset[str]) -> list[LoggedEvent]:
             start, end = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)
             places.append((start, end))
             at = lines.find(mark, end)
+    return sorted(set(places))
+
+
+def _decoded(lines: bytes, names: frozenset[str]) -> list[LoggedEvent]:
+    """The events of these types."""
     try:
-        events = decode(b"\n".join(lines[start:end] for start, end in sorted(set(places))))
+        events = decode(lines)
     except msgspec.DecodeError:  # although the block's checksum is right
         return []
     return [each for each in events if each.event in names]  # the mark may be in a text of another event
@@ -401,8 +410,11 @@ def _settings(folder: Path, described: Mapping[str, Json]) -> dict[str, Json]:
 def _values(settings: Mapping[str, Json]) -> dict[str, Json]:
     from pulsetrain.report.facts import flat
 
-    plain = (str, int, float, bool, type(None))
-    return {
-        name: value if isinstance(value, plain) else msgspec.json.encode(value).decode()
-        for name, value in flat(settings)
-    }
+    return {name: _plain(value) for name, value in flat(settings)}
+
+
+def _plain(value: Json) -> Json:
+    """A value that can be remembered: of another one, its text."""
+    if isinstance(value, int) and value.bit_length() > 63:
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else msgspec.json.encode(value).decode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +179,9 @@ def test_archives_are_listed_where_they_are_asked_for(tmp_path: Path):
 
 
 @pytest.fixture
-def settled(root: Path) -> Path:
-    """Runs whose folders were changed an hour ago, and are known."""
-    for folder in (root / "a", root / "deep" / "er" / "b"):
-        os.utime(folder, (time.time() - 3600,) * 2)
+def settled(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Known runs whose folders were changed long ago."""
+    monkeypatch.setattr(index_module, "_RECENT", 0)
     assert names(root) == ["a", "b"]
     return root
 
@@ -215,17 +213,18 @@ def test_a_folder_that_was_changed_just_now_is_looked_through_again(root: Path, 
     assert {"a", "b"} <= set(looked_through)  # it may have been changed again within the same time stamp
 
 
-def test_a_known_folder_is_remembered_once_it_has_settled(root: Path, looked_through: list[str]):
+def test_a_known_folder_that_has_settled_meanwhile_is_not_looked_through_for_long(
+    root: Path, looked_through: list[str], monkeypatch: pytest.MonkeyPatch
+):
     names(root)
-    os.utime(root / "a", (time.time() - 3600,) * 2)
+    monkeypatch.setattr(index_module, "_RECENT", 0)
     names(root)
     looked_through.clear()
     assert names(root) == ["a", "b"]
-    assert "a" not in looked_through
-    assert "b" in looked_through
+    assert {"a", "b"}.isdisjoint(looked_through)
 
 
-def test_a_file_of_a_settled_run_that_is_written_in_place_is_read_again(settled: Path, read: list[str]):
+def test_a_log_that_goes_on_is_read_again(settled: Path, read: list[str]):
     read.clear()
     writer = LogWriter(settled / "a" / "events")
     writer.add(LoggedEvent(engine="trainer", event="iteration_completed", iteration=77, seq=10**6))
@@ -234,15 +233,84 @@ def test_a_file_of_a_settled_run_that_is_written_in_place_is_read_again(settled:
     assert read == ["a"]
 
 
+def test_a_file_that_is_written_in_place_and_keeps_its_size_and_time_is_read_again(settled: Path, read: list[str]):
+    read.clear()
+    config = settled / "a" / "config.yaml"
+    before = config.stat()
+    config.write_text(config.read_text().replace("0.1", "0.2"))
+    os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert RunIndex(settled).summaries()[0].settings["training.learning_rate"] == 0.2
+    assert read == ["a"]
+
+
+def move(source: Path, target: Path) -> None:
+    for each in source.iterdir():
+        each.rename(target / each.name)
+
+
+def test_a_log_that_comes_later_is_found(root: Path, tmp_path_factory: pytest.TempPathFactory, settled: Path):
+    """The time stamp of the run folder does not change."""
+    away = tmp_path_factory.mktemp("away")
+    move(root / "a" / "events", away)
+    assert RunIndex(root).summaries()[0].epoch == 0
+    assert RunIndex(root).summaries()[0].epoch == 0
+    move(away, root / "a" / "events")
+    assert RunIndex(root).summaries()[0].epoch == 1
+
+
+def test_the_log_of_another_rank_that_comes_later_is_counted(settled: Path):
+    LogWriter(settled / "a" / "events", rank=1).close()
+    assert RunIndex(settled).summaries()[0].ranks == 2
+
+
+def test_a_link_whose_target_comes_later_is_followed(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, settled: Path
+):
+    target = tmp_path_factory.mktemp("away") / "config.yaml"
+    config = root / "a" / "config.yaml"
+    text = config.read_text()
+    config.unlink()
+    config.symlink_to(target)
+    for _ in range(2):
+        assert "model" not in RunIndex(root).summaries()[0].settings
+    target.write_text(text)
+    assert RunIndex(root).summaries()[0].settings["model"] == "Net"
+
+
+def test_the_mode_of_a_settled_folder_is_noticed(settled: Path, looked_through: list[str]):
+    (settled / "a").chmod(0o711)
+    assert names(settled) == ["a", "b"]
+    assert "a" in looked_through
+
+
 def test_a_run_inside_of_a_settled_one_is_found(settled: Path):
     write_run(settled / "a" / "inner", [0.25])
-    os.utime(settled / "a", (time.time() - 1800,) * 2)
     for _ in range(2):
         assert names(settled) == ["a", "inner", "b"]
     write_run(settled / "a" / "inner" / "most", [0.25])
     assert names(settled) == ["a", "inner", "most", "b"]
 
 
+def test_an_archive_inside_of_a_settled_run_is_found(settled: Path):
+    (settled / "a" / "later.run.zip").symlink_to(settled / "kept")
+    for _ in range(2):
+        assert [each.name for each in RunIndex(settled).summaries(archives=True)] == ["a", "b"]
+    write_archive(settled / "deep" / "er" / "b", settled / "b.run.zip")
+    (settled / "b.run.zip").rename(settled / "kept")
+    assert [each.name for each in RunIndex(settled).summaries(archives=True)] == ["a", "later.run.zip", "b"]
+
+
 def test_a_settled_run_that_is_removed_is_gone(settled: Path):
     shutil.rmtree(settled / "a")
     assert names(settled) == ["b"]
+
+
+@pytest.mark.parametrize("where", ["settings", "parent"])
+def test_a_number_of_more_than_64_bits_is_listed(root: Path, where: str):
+    run = write_run(root / "c", [1.0], parent={"run": "runs/a", "iteration": 10**25} if where == "parent" else None)
+    if where == "settings":
+        (run / "config.yaml").write_text(f"seed: {10**25}")
+    for _ in range(2):
+        assert names(root) == ["a", "c", "b"]
+    found = RunIndex(root).summaries()[1]
+    assert str(10**25) in (str(found.settings.get("seed")), str((found.parent or {}).get("iteration")))

@@ -156,3 +156,62 @@ def test_files_that_are_not_what_they_should_be_cost_only_what_they_say(part: st
 def test_what_is_not_a_run_is_refused(tmp_path: Path):
     with pytest.raises(RunFolderError, match="is not a run folder"):
         summarize(tmp_path)
+
+
+def write_log(folder: Path, *events: tuple[str, str, int]) -> Path:
+    """A log of (engine, event, iteration), sealed."""
+    writer = LogWriter(folder / "events")
+    for number, (engine, event, iteration) in enumerate(events):
+        payload = {"reason": "enough"} if event == "terminate" else None
+        at = {"iteration": iteration, "seq": number, "t": BEGUN + number * SECOND}
+        writer.add(LoggedEvent(number, engine, event, payload=payload, **at))
+    writer.end()
+    writer.close()
+    return folder
+
+
+def iterations(count: int) -> list[tuple[str, str, int]]:
+    return [("trainer", "iteration_completed", number) for number in range(1, count + 1)]
+
+
+STARTED = ("trainer", "started", 0)
+
+
+@pytest.mark.parametrize("between", [0, 15, 300, 5000])
+def test_the_events_of_another_engine_after_the_end_do_not_hide_it(between: int, tmp_path: Path):
+    tested = [("evaluator", "started", 0), *[("evaluator", "iteration_completed", 1)] * between]
+    tested += [("evaluator", "completed", 1)]
+    end, completed = ("trainer", "terminate", 3), ("trainer", "completed", 3)
+    stopped = write_log(tmp_path / "stopped", STARTED, *iterations(3), end, *tested, completed)
+    assert summarize(stopped).status is Status.STOPPED
+    after = write_log(tmp_path / "after", STARTED, *iterations(3), end, completed, *tested)
+    assert (summarize(after).status, summarize(after).reason) == (Status.STOPPED, "enough")
+    done = summarize(write_log(tmp_path / "done", STARTED, *iterations(3), completed, *tested))
+    assert (done.status, done.iteration, done.updated) == (Status.COMPLETED, 3, (BEGUN / SECOND) + between + 6)
+
+
+@pytest.mark.parametrize("since", [1, 15, 300, 5000])
+def test_a_run_that_was_continued_after_its_end_has_not_ended(since: int, tmp_path: Path):
+    ended = [STARTED, *iterations(3), ("trainer", "terminate", 3), ("trainer", "completed", 3)]
+    resumed = write_log(tmp_path / "resumed", *ended, ("trainer", "started", 2), *iterations(since))
+    assert summarize(resumed).status is Status.KILLED
+    longer = write_log(tmp_path / "longer", *ended, *iterations(since + 3)[3:])  # after an interrupt nothing is started
+    assert summarize(longer).status is Status.KILLED
+
+
+def test_the_end_may_be_in_another_block_than_the_last_event(tmp_path: Path):
+    for count in range(1020, 1026):
+        run = [STARTED, *iterations(count), ("trainer", "terminate", count), ("trainer", "completed", count)]
+        assert summarize(write_log(tmp_path / str(count), *run)).status is Status.STOPPED, count
+
+
+def test_a_damaged_last_block_leaves_what_the_others_say(tmp_path: Path):
+    run = write_log(tmp_path, STARTED, *iterations(3000), ("trainer", "completed", 3000))
+    path = run / "events" / "events.jsonl.zst"
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"\x28\xb5\x2f\xfd") + 40] ^= 1  # in its zstd frame
+    path.write_bytes(content)
+    found = summarize(run)
+    assert (found.status, found.iteration) == (Status.KILLED, 2047)
+    assert found.updated == BEGUN / SECOND + 2047
+    assert found.reason.startswith("damaged log: ")
