@@ -25,7 +25,6 @@ from benchmarks.harness.plan import SHORT, arguments_of, names
 from benchmarks.harness.results import MISSED, UNBOUNDED, status, table
 from benchmarks.harness.run import Outcome, run
 from benchmarks.harness.tables import load_reports, save_report, written
-from pulsetrain.engine.plain_text import format_count
 
 RESULTS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"
 
@@ -83,7 +82,8 @@ def _tables(plan: Sequence[tuple[str, Sequence[str]]], measured: partial[Outcome
             text = table(outcome.report)
         print(f"== {name}\n{text}\n", flush=True)
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
-    print(f"{format_count(len(plan), 'benchmark')} in {minutes} min {seconds:02} s")
+    if len(plan) > 1:
+        print(f"{len(plan)} benchmarks in {minutes} min {seconds:02} s")
     return status(verdicts)
 
 
