@@ -58,27 +58,27 @@ def timed(work: Any) -> float:
     return time.perf_counter() - start
 
 
-def synchronous(folder: Path, megabytes: int, rounds: int) -> float:
-    """The time of a durable save divided by the peer's: the ratio of the medians."""
+def synchronous(folder: Path, megabytes: int, rounds: int) -> tuple[float, float]:
+    """The time of a durable save divided by the peer's, and by that of torch.save alone: ratios of the medians."""
     state = make_state(megabytes)
     manager = CheckpointManager(folder / "ours", keep_last_n=1)
 
     def peer(path: Path) -> None:
         with path.open("wb") as file:
-            torch.save(state, file)
+            saved.append(timed(lambda: torch.save(state, file)))  # which neither the disk nor a digest has yet
             file.flush()
             os.fsync(file.fileno())
         with path.open("rb") as file:
             hashlib.file_digest(file, "sha256")
 
-    own_cost, peer_cost = [], []
+    own_cost, peer_cost, saved = list[float](), list[float](), list[float]()
     for number in range(rounds + 2):  # the first two warm up
         own_cost.append(timed(lambda: manager.save(state)))  # includes deleting the previous checkpoint
         peer_cost.append(timed(partial(peer, folder / f"theirs_{number}.pt")))
         # after the save, not before: the page cache writes twice as fast into memory that was just freed
         (folder / f"theirs_{number - 1}.pt").unlink(missing_ok=True)
-    del own_cost[:2], peer_cost[:2]
-    return statistics.median(own_cost) / statistics.median(peer_cost)
+    own, peers, alone = (statistics.median(each[2:]) for each in (own_cost, peer_cost, saved))
+    return own / peers, own / alone
 
 
 class Saving(Engine):
@@ -192,7 +192,7 @@ def memory(kind: str, folder: Path, megabytes: int) -> float:
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     """All figures; those with a bound have the names of BOUNDS."""
     megabytes = options.megabytes
-    ratio = synchronous(folder, megabytes, options.rounds)
+    ratio, to_saving_alone = synchronous(folder, megabytes, options.rounds)
     later, first = stall(megabytes, options.rounds)
     lost, saves, interval = Throughput(folder / "auto", options.seconds, min(megabytes, 100)).lost()
     figures = [ratio, later, first, lost, *(memory(kind, folder, megabytes) for kind in ("synchronous", "background"))]
@@ -203,6 +203,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     ]
     return [
         *rows,
+        Row(name="synchronous / torch.save alone", measured=to_saving_alone, kind="ratio"),
         Row(name="every='auto': saves", measured=saves, kind="size"),
         Row(name="every='auto': iterations between two", measured=interval, kind="size"),
     ]
