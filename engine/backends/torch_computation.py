@@ -299,7 +299,8 @@ def given(batch: TrainingBatch) -> str:
     >>> given(TrainingBatch(torch.ones(2, 3), torch.tensor([0, 4]), samples=2))
     'given inputs float32 (2, 3), targets int64 (2,) from 0 to 4'
     """
-    return f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
+    targets = "" if batch.targets is None else f", targets {describe(batch.targets, ranges=True)}"
+    return f"given inputs {describe(batch.inputs, ranges=True)}{targets}"
 
 
 def moved(value: Tree, device: torch.device) -> Tree:

@@ -246,7 +246,7 @@ def _load(
         missing = {name: shape for name, shape in mismatch.missing.items() if name not in left_out["names"]}
         mismatch = replace(mismatch, missing=missing)
     if mismatch and strict:
-        remedy = f"{caller.partition('(')[0]}(..., strict=False) loads what fits"
+        remedy = f"pulsetrain.engine.checkpoint.{caller.partition('(')[0]}(..., strict=False) loads what fits"
         raise CheckpointError(f"{caller}: does not fit the model: {mismatch}; {remedy}")
     fitting = {name: value for name, value in chosen.items() if name in mine and name not in mismatch.misshapen}
     model.load_state_dict(fitting, strict=False)

@@ -150,7 +150,8 @@ def require_same(name: str, saved: object, own: Mapping[str, object]) -> None:
         if any(each.partition(" ")[0].endswith("total_steps") for each in differences):
             remedy = (
                 "the schedule ends with the run, so resume with the run's length (max_epochs, max_iterations, ...); to "
-                "train longer, continue as a new run: pulsetrain fork RUN --set training.max_epochs=N"
+                "train longer, start a new run from its weights; one with a config.yaml also by pulsetrain fork RUN "
+                "--at ITERATION --into FOLDER --set training.max_epochs=N"
             )
         raise CheckpointError(f"{name}.load_state_dict(): {'; '.join(differences)}; {remedy}")
 

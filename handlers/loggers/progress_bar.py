@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import inf
 from typing import Any, Self, TextIO
 
@@ -19,11 +19,11 @@ from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["ProgressBar"]
 
-_SHOWN = ("loss", "return", "reward")  # metrics of validations and rollouts whose names end so
+_OF_ROLLOUTS = ("loss", "return", "reward")  # the metrics of rollouts whose names end so
 _REFRESH = 0.1  # seconds between two drawings of the bar
-_OF_TRAINING = (
-    ("train/loss", "loss", ".4g"), ("learning_rate", "lr", ".3g"), ("tokens_per_second", "tokens/s", ",.0f"),
-)  # fmt: skip
+_LABELS = {"learning_rate": ("lr", ".3g"), "tokens_per_second": ("tokens/s", ",.0f")}
+_NOT_SHOWN = frozenset({"grad_norm", "skipped_updates", "samples_per_second"})
+_MOST = 8  # values on a line
 _APART = 64  # iterations between two looks at the clock, at most: the next ones may be slow
 
 
@@ -54,9 +54,11 @@ class _Looks(EventFilter):
 
 
 class ProgressBar(Handler):
-    """A tqdm bar over the iterations of a run, with loss, learning rate, tokens/s, validation losses and returns.
+    """A tqdm bar over the iterations of a run, with its metrics.
 
-    The values come from METRICS_LOGGED, validations and rollouts. In a notebook, the bar is below the cell. Otherwise,
+    These are the loss and the metrics of training, values of `Trainer.log`, the learning rate, tokens/s, the metrics of
+    validations, and the losses, returns and rewards of rollouts: at most eight. Monitors' values have a "/" in their
+    names, and are left out. In a notebook, the bar is below the cell. Otherwise,
     if the stream is not a terminal, a plain line is written every `interval` seconds, so that log files have no
     carriage returns.
 
@@ -96,7 +98,7 @@ class ProgressBar(Handler):
         self._due = inf  # when the bar is drawn, or the next plain line is written
         self._looks = _Looks()
         self._figures: dict[str, str] = {}
-        self._logged: Mapping[str, float] = {}  # the last values of METRICS_LOGGED: formatted where they are shown
+        self._logged: dict[str, float] = {}  # the last values of METRICS_LOGGED: formatted where they are shown
 
     def attach(self, engine: Engine) -> Self:
         """Show the engine's runs."""
@@ -161,12 +163,12 @@ class ProgressBar(Handler):
             self._write_line(engine)
 
     def _on_metrics(self, engine: Engine, event: Event) -> None:
-        self._logged = event.payload.metrics
+        self._logged.update(event.payload.metrics)
         self._on_iteration(engine)  # where iterations have become slower than planned
 
     def _on_round(self, engine: Engine, event: Event) -> None:
         for name, value in event.payload.metrics.items():
-            if name.endswith(_SHOWN):
+            if event.type == Events.VALIDATION_COMPLETED.value or name.endswith(_OF_ROLLOUTS):
                 self._figures[name] = format(value, ".4g")
 
     def _on_end(self, engine: Engine, event: Event) -> None:
@@ -180,16 +182,21 @@ class ProgressBar(Handler):
         self._close()
 
     def _show_figures(self) -> None:
-        for name, label, form in _OF_TRAINING:
-            if name in self._logged:
-                self._figures[label] = format(self._logged[name], form)
+        for name, value in self._logged.items():
+            short = name.removeprefix("train/")
+            if "/" not in short and short not in _NOT_SHOWN:
+                label, form = _LABELS.get(short, (short, ".4g"))
+                self._figures[label] = format(value, form)
         if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in self._figures.items()), refresh=False)
+            self._bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in self._shown()), refresh=False)
+
+    def _shown(self) -> list[tuple[str, str]]:
+        return [*self._figures.items()][:_MOST]
 
     def _write_line(self, engine: Engine) -> None:
         iteration, total = engine.state.iteration, _total_iterations(engine)
         done = f"{iteration}/{total} ({iteration / total:.0%})" if total else str(iteration)
-        figures = "".join(f", {name} {value}" for name, value in self._figures.items())
+        figures = "".join(f", {name} {value}" for name, value in self._shown())
         self._stream.write(f"{_epoch(engine)}, iteration {done}{figures}\n")
         self._stream.flush()
 

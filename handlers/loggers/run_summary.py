@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from importlib.util import find_spec
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
@@ -21,7 +22,7 @@ from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.best_value import is_better
 
-__all__ = ["RunSummary"]
+__all__ = ["RunSummary", "best_in_history"]
 
 _VALUES = 6  # metrics that the last lines show
 
@@ -130,17 +131,24 @@ def _beginning(engine: Engine) -> Iterator[str]:
 
 def _values(engine: Engine) -> Iterator[str]:
     """The losses and the metrics that are known to improve, each with its best value if the last one is worse."""
-    run, history = cast(TrainingRun, engine), cast(Any, engine).history.get_history()
+    run = cast(TrainingRun, engine)
     for name, value in engine.state.metrics.items():
         if name.partition("/")[0] not in (*run.val_loaders, "rollout"):
             continue
         mode = infer_mode(name, run.val_metrics)
         if not isinstance(value, int | float) or (mode is None and "loss" not in name):
             continue
-        best: float | None = None
-        for each in history.get(name, ()) if mode is not None else ():
-            best = each if mode is not None and is_better(each, best, mode) else best
+        best = best_in_history(engine, name)
         yield f"{name} {value:.4g}" if best is None or best == value else f"{name} {value:.4g} (best {best:.4g})"
+
+
+def best_in_history(engine: Engine, name: str) -> float | None:
+    """The best value of a trainer's metric; None if it had no finite one, or which values are better is not known."""
+    mode = infer_mode(name, cast(TrainingRun, engine).val_metrics)
+    best: float | None = None
+    for each in cast(Any, engine).history.get_history().get(name, ()) if mode is not None else ():
+        best = each if mode is not None and is_better(each, best, mode) else best
+    return best if best is not None and isfinite(best) else None
 
 
 def _next_steps(engine: Engine) -> Iterator[str]:
@@ -168,6 +176,8 @@ def _continued(engine: Engine, handlers: Mapping[str, object]) -> str:
         return "Continue: trainer.train(resume='latest'). "
     if "LRScheduler" in handlers:
         return ""
+    if str(engine.state.stop_reason).startswith("early stopping"):
+        return "Continue: trainer.train(resume='latest'), with a larger patience. "
     bound = "max_epochs" if engine.state.max_epochs else "bound"
     return f"Continue: trainer.train(resume='latest'), with a larger {bound}. "
 

@@ -117,12 +117,15 @@ def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | 
     metrics: Mapping[str, float] = event.payload.metrics
     try:
         return canonical(metric, metrics, place=place)
-    except MetricNotFoundError:
+    except MetricNotFoundError as error:
         is_validation = event.type == Events.VALIDATION_COMPLETED.value
         has_rollouts = engine.state.rollout_round or _fires_rollouts(engine)
-        if is_validation and (_is_of(metric, metrics) or not has_rollouts):
-            raise
-        return None
+        if not is_validation or (has_rollouts and not _is_of(metric, metrics)):
+            return None
+        if metric in engine.state.metrics:  # of `Trainer.log`
+            text = f"{error}; a logged value is judged with each validation if it is logged as 'val/{metric}'"
+            raise error.with_text(text) from None
+        raise
 
 
 def subscribe_judge(

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from pulsetrain.engine.checkpoint.manifest import is_checkpoint_name
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.plain_text import format_count
-from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers import Checkpointer, EventRecorder
+from pulsetrain.handlers.loggers.run_summary import best_in_history
 
 __all__ = ["logs_on_stderr", "resume_command", "run_folder", "summary", "unsaved"]
 
@@ -40,17 +42,33 @@ def summary(assembly: Assembly, seconds: float) -> str:
         ("trained", f"{', '.join(counts)}, {seconds:.0f} s"),
     ]
     for name, value in state.metrics.items():
-        rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}"))
+        best = best_in_history(trainer, name)
+        of_all = "" if best is None or f"{best:.4f}" == f"{value:.4f}" else f" (best {best:.4f})"
+        rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}{of_all}"))
     rows += [("not saved", text) for text in unsaved(assembly)]
     curve = folder / "plots" / "loss.png"
     paths = [("loss curve", str(curve))] if curve.exists() else []
+    paths += [("best saved", str(each)) for each in _best_checkpoints(assembly)]
     paths.append(("run folder", str(folder)))
+    if any(isinstance(handler, EventRecorder) for handler in trainer.handlers):
+        needs = "" if find_spec("plotly") is not None else " (first: pip install plotly)"
+        paths.append(("report", f"{shlex.join([*program(), 'report', str(folder)])}{needs}"))
+        if ranks().world_size == 1:
+            paths.append(("verify", f"{shlex.join([*program(), 'verify', str(folder)])}"))
     width = max(len(name) for name, _ in rows + paths) + 2
     summaries = [handler.summary() for handler in trainer.handlers if callable(getattr(handler, "summary", None))]
     lines = ["", *_table(rows, width)]
     for text in filter(None, summaries):
         lines += ["", text, ""]
     return "\n".join([*lines, *_table(paths, width)])
+
+
+def _best_checkpoints(assembly: Assembly) -> Iterator[Path]:
+    for handler in assembly.trainer.handlers:
+        if isinstance(handler, Checkpointer) and handler.metric is not None:
+            best = handler.manager.get_best()
+            if best is not None:
+                yield Path(str(best))
 
 
 def unsaved(assembly: Assembly) -> list[str]:

@@ -10,7 +10,7 @@ from html import escape
 
 __all__ = ["CHART", "document"]
 
-CHART = {
+CHART: dict[str, bool | list[str]] = {
     "responsive": True,
     "displaylogo": False,
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"],

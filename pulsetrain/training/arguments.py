@@ -268,10 +268,11 @@ def configured_handlers(
     if config.save_every_n_epochs is not None and config.run_dir is not None:
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
+    if config.progress and not any(isinstance(each, RunSummary) for each in given):
+        added.append(RunSummary(on_error="warn"))
     if config.progress and not any(isinstance(each, (ProgressBar, ConsoleLogger)) for each in given):
         has_bar = find_spec("tqdm") is not None  # a small installation lacks it
-        lines = ProgressBar(on_error="warn") if has_bar else ConsoleLogger(on_error="warn")
-        added += [RunSummary(on_error="warn"), lines]
+        added.append(ProgressBar(on_error="warn") if has_bar else ConsoleLogger(on_error="warn"))
         added += [NotebookCurve()] if notebook_shell() is not None else []
     return added
 

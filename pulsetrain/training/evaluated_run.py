@@ -132,6 +132,12 @@ class EvaluatedRun(RunView):
         self.reporter.log_value(name, value)
 
     def _evaluate(self, loader: Iterable[Any], name: str) -> dict[str, float]:
-        check_type("Trainer", "loader", loader, Iterable, "an iterable of batches, such as a DataLoader")
+        check_type(
+            f"Trainer.{'test' if name == 'test' else 'validate'}",
+            "loader",
+            loader,
+            Iterable,
+            "an iterable of batches, such as a DataLoader",
+        )
         (checked,) = named_loaders({name: loader}).values()
         return self.evaluation.run(name, checked)

@@ -105,6 +105,11 @@ def _resolve_optimizers(
         return resolve_optimizer(one, module, config.learning_rate, config.weight_decay, **options)
 
     if not isinstance(strategy, AlternatingStrategy):
+        if isinstance(given, Mapping) and any(isinstance(each, int | float) for each in given.values()):
+            rule = (
+                "is not an optimizer; pass one, or its name, as optimizer='sgd' with TrainingConfig(learning_rate=0.1)"
+            )
+            raise ArgumentTypeError(rule, "Trainer", optimizer=dict.fromkeys(given, ...))
         if isinstance(given, (Mapping, NamedOptimizers)):
             raise ConfigurationError(
                 "several optimizers need a strategy that says which loss each of them minimizes, by compute_losses; "

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.pipeline import pipeline_of
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.notebook import shorten_traceback
 from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy, Tree, describe
 from pulsetrain.training.validation import Evaluation
@@ -44,9 +45,13 @@ def predict(
         )
     parts: list[Tree] = []
     receive = parts.append if callback is None else callback
-    with evaluation.engine.around_run():
-        for outputs in _outputs(evaluation, loader, inputs):
-            receive(outputs)
+    try:
+        with evaluation.engine.around_run():
+            for outputs in _outputs(evaluation, loader, inputs):
+                receive(outputs)
+    except BaseException as error:
+        shorten_traceback(error)
+        raise
     if callback is not None:
         return None
     if not parts:
@@ -59,7 +64,12 @@ def _outputs(evaluation: Evaluation, loader: Iterable[Any], inputs: Callable[[An
     strategy = _InputsOnly(evaluation.strategy, inputs)
     for batch in loader:
         prepared = backend.prepare_batch(batch, cast(TrainingStrategy, strategy))
-        outputs, _ = backend.eval_step(evaluation.store.eval_state, prepared, cast(TrainingStrategy, strategy))
+        try:
+            outputs, _ = backend.eval_step(evaluation.store.eval_state, prepared, cast(TrainingStrategy, strategy))
+        except TypeError as error:
+            if not strategy.chooses and isinstance(batch, (tuple, list)):
+                error.add_note("predict(loader, inputs=lambda batch: batch[0]) chooses what the model is given")
+            raise
         yield tree_map(_to_host, backend.to_torch(predictions_of(outputs)))
 
 
@@ -69,6 +79,7 @@ class _InputsOnly:
     def __init__(self, strategy: object, inputs: Callable[[Any], Any] | None) -> None:
         self.needs_gradients = getattr(strategy, "needs_gradients", False)
         self._inputs = inputs or getattr(strategy, "prepare_inputs", None)
+        self.chooses = inputs is not None
         self._strategy = cast(TrainingStrategy, strategy)
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:

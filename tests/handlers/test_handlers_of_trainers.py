@@ -11,6 +11,7 @@ import pytest
 
 from pulsetrain import (
     Checkpointer,
+    EarlyStopping,
     EventRecorder,
     HuggingFaceCallbacks,
     LightningCallbacks,
@@ -150,6 +151,25 @@ class TestRunSummary:
         (tmp_path / "configured").mkdir()
         (tmp_path / "configured" / "config.yaml").touch()
         assert bound.replace("path, model", "path") in lines(tmp_path / "configured")
+
+    def test_after_early_stopping_a_larger_patience_continues(self, tmp_path: Path):
+        def trained(patience: int) -> tuple[Trainer, str]:
+            stream = io.StringIO()
+            trainer = Trainer(
+                tiny_model(), tiny_loader(), tiny_loader(), strategy=SupervisedStrategy("mse"),
+                config=TrainingConfig(progress=False, seed=0, max_epochs=30, learning_rate=1e-9, optimizer="sgd"),
+                handlers=[
+                    Checkpointer(tmp_path), EarlyStopping("val/loss", patience=patience, min_delta=1.0),
+                    RunSummary(stream),
+                ],
+            )  # fmt: skip
+            trainer.train(resume="latest")
+            return trainer, stream.getvalue()
+
+        first, said = trained(2)
+        assert first.state.epoch == 3
+        assert "Continue: trainer.train(resume='latest'), with a larger patience. " in said
+        assert trained(4)[0].state.epoch == 5
 
     @pytest.mark.parametrize(("there", "needs"), [(True, ""), (False, " (first: pip install plotly)")])
     def test_the_last_line_names_the_report_and_what_it_needs(

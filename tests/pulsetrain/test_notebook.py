@@ -46,6 +46,7 @@ trainer.train()
     "shows all calls": "%xmode Verbose\n%tb",
     "debugs": "import sys, traceback\ntraceback.print_last()",
     "validates a wrong shape": "%xmode Context\ntrainer.validate()",
+    "predicts with a wrong shape": "%xmode Context\ntrainer.predict([torch.randn(4, 3)])",
     "measures a wrong shape": """
 tokens = TrainingConfig(max_tokens=100)
 Trainer(model, wrong, strategy=PretrainStrategy(), config=tokens)
@@ -145,13 +146,14 @@ def test_progress_false_shows_nothing(outputs: dict[str, list[Any]]) -> None:
     assert outputs["is silent"] == []
 
 
-@pytest.mark.parametrize("cell", ["gets a wrong shape", "validates a wrong shape"])
+@pytest.mark.parametrize("cell", ["gets a wrong shape", "validates a wrong shape", "predicts with a wrong shape"])
 def test_a_wrong_shape_takes_less_than_25_lines_with_the_cause_last(cell: str, outputs: dict[str, list[Any]]) -> None:
     lines = traceback_of(outputs[cell])
     assert len(lines) < 25
     assert lines[-3].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x1)")
     assert lines[-2] == "in the module '0.linear', Linear(in_features=4, out_features=1, bias=True)"
-    assert lines[-1] == "given inputs float32 (4, 3), targets float32 (4, 1)"
+    targets = "" if cell.startswith("predicts") else ", targets float32 (4, 1)"
+    assert lines[-1] == f"given inputs float32 (4, 3){targets}"
 
 
 @pytest.mark.parametrize(

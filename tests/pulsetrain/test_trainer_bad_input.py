@@ -449,5 +449,5 @@ def test_training_longer_than_the_schedule_says_how(tmp_path: Path):
         return trainer(config=config, handlers=[Checkpointer(tmp_path)])
 
     training(1).train()
-    with pytest.raises(CheckpointError, match=r"total_steps is .*; to train longer, continue as a new run"):
+    with pytest.raises(CheckpointError, match=r"total_steps is .*; to train longer, start a new run"):
         training(2).train(resume="latest")

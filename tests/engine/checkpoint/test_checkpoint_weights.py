@@ -64,7 +64,8 @@ def test_what_does_not_fit_is_listed_by_name_with_both_sides_and_nothing_is_load
     assert str(caught.value) == (
         f"load_weights({str(path)!r}): does not fit the model: missing: head.weight (1, 3); "
         "unexpected: tail.weight (1, 1); shape: body.weight is (4, 2) in the checkpoint, (3, 2) in the model; "
-        "shape: body.bias is (4,) in the checkpoint, (3,) in the model; load_weights(..., strict=False) loads what fits"
+        "shape: body.bias is (4,) in the checkpoint, (3,) in the model; "
+        "pulsetrain.engine.checkpoint.load_weights(..., strict=False) loads what fits"
     )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -4,6 +4,7 @@ import pytest
 from ignite.handlers import EarlyStopping as IgniteEarlyStopping
 from structlog.testing import capture_logs
 
+from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.handlers import EarlyStopping
 from tests.support.engines import (
@@ -14,7 +15,7 @@ from tests.support.engines import (
     validate_each_epoch,
     validated,
 )
-from tests.support.models import trainer
+from tests.support.models import loader, trainer
 
 NAN = math.nan
 
@@ -194,3 +195,10 @@ def test_attached_to_a_trainer_that_never_validates_it_says_so():
 def test_wrong_arguments_are_refused_when_constructing(arguments, message):
     with pytest.raises(ValueError, match=message):
         EarlyStopping(**arguments)
+
+
+def test_a_logged_value_without_the_name_of_a_validation_set_says_how_it_is_judged():
+    run = trainer(val_loader=loader(), handlers=[EarlyStopping("mine", mode="max")])
+    run.on(Events.ITERATION_COMPLETED)(lambda engine: engine.log("mine", 1.0))
+    with pytest.raises(MetricNotFoundError, match=r"does not exist.* judged .* if it is logged as 'val/mine'"):
+        run.train()

@@ -38,9 +38,29 @@ def test_the_bar_is_one_line_with_the_figures_of_the_run():
     drawn = last_drawing(stream)
     assert "epoch 2/2: 100%" in drawn
     assert "6/6" in drawn
-    assert "loss=2.346, lr=0.0003, tokens/s=12,346, val/loss=1.877" in drawn
-    assert "accuracy" not in drawn
+    assert "loss=2.346, lr=0.0003, tokens/s=12,346, val/loss=1.877, val/accuracy=0.5" in drawn
     assert stream.getvalue().count("\n") == 1
+
+
+def test_metrics_of_training_and_logged_values_are_on_the_bar_and_those_of_monitors_are_not():
+    stream, engine = Terminal(), make_engine()
+    values = {"train/loss": 2.0, "train/accuracy": 0.25, "grad_norm": 3.0, "samples_per_second": 9.0, "entropy": 1.5}
+    log_each_iteration(engine, lambda i: values)
+    log_each_iteration(engine, lambda i: {"memory/host_rss_bytes": 1e9, "throughput/step_seconds": 0.1})
+    ProgressBar(stream=stream).attach(engine)
+    engine.run([0], max_epochs=1)
+    assert "loss=2, accuracy=0.25, entropy=1.5]" in last_drawing(stream)
+
+
+def test_of_many_values_the_first_are_shown():
+    stream, engine = io.StringIO(), make_engine()
+    log_each_iteration(engine, lambda i: {"train/loss": 2.0, **{f"value_{number}": number for number in range(20)}})
+    ProgressBar(stream=stream).attach(engine)
+    engine.run([0], max_epochs=1)
+    assert stream.getvalue() == (
+        "epoch 1/1, iteration 1/1 (100%), loss 2, value_0 0, value_1 1, value_2 2, value_3 3, value_4 4, value_5 5, "
+        "value_6 6\n"
+    )
 
 
 def test_returns_and_rewards_of_rollouts_are_on_the_bar():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 
 from pulsetrain.cli import main
 from pulsetrain.configuration.yaml_text import load_yaml
-from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
+from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, resolve
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from tests.support.programs_command_line import files, train
@@ -51,6 +52,22 @@ class TestResults:
         assert float(rows[2][1]) > 0
         assert output.out.splitlines()[-1] == "run folder  runs/tiny-1"
         assert all(line[10:12] == "  " and line[12] != " " for line in output.out.splitlines()[1:])
+
+    def test_the_best_value_and_what_can_be_done_next_are_said(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["pulsetrain"])
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        handlers = "[{class_path: Checkpointer, init_args: {metric: val/loss, every: {epochs: 1}}}, EventRecorder]"
+        assert train("--handlers", handlers, "--training.learning_rate", "0.05", "--training.max_epochs", "6") == 0
+        rows = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
+        last, best = re.fullmatch(r"(\S+) \(best (\S+)\)", rows["val/loss"]).groups()
+        assert float(best) < float(last), "the test needs a run that gets worse"
+        assert Path(rows["best saved"]) == resolve("runs/tiny-1/best")
+        for name in ("report", "verify"):
+            _, _, words = rows[name].partition("pulsetrain ")
+            assert words == f"{name} runs/tiny-1"
+            assert main(shlex.split(words)) == 0
 
     def test_a_final_state_that_could_not_be_saved_has_an_exit_status(
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

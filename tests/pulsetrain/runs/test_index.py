@@ -224,7 +224,7 @@ def test_a_known_folder_that_has_settled_meanwhile_is_not_looked_through_for_lon
     assert {"a", "b"}.isdisjoint(looked_through)
 
 
-def test_a_log_that_goes_on_is_read_again(settled: Path, read: list[str]):
+def test_a_log_that_is_continued_is_read_again(settled: Path, read: list[str]):
     read.clear()
     writer = LogWriter(settled / "a" / "events")
     writer.add(LoggedEvent(engine="trainer", event="iteration_completed", iteration=77, seq=10**6))

@@ -78,6 +78,16 @@ class TestPredict:
         trainer.predict(tiny_loader())
         assert torch.equal(torch.get_rng_state(), before)
 
+    def test_batches_of_three_parts_say_how_the_inputs_are_chosen(self):
+        rows = [(torch.randn(4, 4), torch.zeros(4), torch.zeros(4))]
+        with pytest.raises(TypeError, match="positional arguments") as caught:
+            make().predict(rows)
+        assert (
+            "predict(loader, inputs=lambda batch: batch[0]) chooses what the model is given" in caught.value.__notes__
+        )
+        assert not any("targets" in note for note in caught.value.__notes__)
+        assert make().predict(rows, inputs=lambda batch: batch[0]).shape[0] == 4
+
     def test_predicting_in_the_middle_of_a_run_changes_nothing(self):
         runs = []
         for predicts in (False, True):

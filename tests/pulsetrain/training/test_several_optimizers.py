@@ -302,6 +302,11 @@ class TestBadInput:
         with pytest.raises(ConfigurationError, match="SupervisedStrategy has one loss"):
             make(strategy=SupervisedStrategy("mse"), model=nn.Linear(4, 1), optimizer={"a": "sgd"})
 
+    @pytest.mark.parametrize("given", [{"lr": 0.1}, {"name": "sgd", "lr": 0.1}])
+    def test_the_options_of_an_optimizer_are_not_taken_for_several(self, given: dict[str, object]) -> None:
+        with pytest.raises(TypeError, match=r"is not an optimizer; pass one, or its name, as optimizer='sgd'"):
+            make(strategy=SupervisedStrategy("mse"), model=nn.Linear(4, 1), optimizer=given)
+
     def test_an_optimizer_without_a_module_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match=r"'judge'.*actor.*critic"):
             make(optimizer={"judge": "sgd"})
