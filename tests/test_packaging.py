@@ -103,7 +103,7 @@ def test_each_form_of_the_sources_builds_a_wheel_with_all_three_packages(form, t
         "pulsetrain/py.typed", "pulsetrain/engine/py.typed", "pulsetrain/handlers/py.typed"
     }  # fmt: skip
     assert {name.split("/")[0].split("-")[0] for name in names} == {"pulsetrain"}
-    notebooks = {f"pulsetrain/{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.ipynb")}
+    notebooks = {f"pulsetrain/_{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.ipynb")}
     assert {name for name in names if name.endswith(".ipynb")} == notebooks != set()
 
 
@@ -232,7 +232,7 @@ print(len(ours), [names for names in ours if len(names) > 1], others)
 
 @slow
 def test_no_module_is_loaded_under_two_names_and_the_checkout_is_not_on_the_path(python: Path, tmp_path: Path):
-    ours = [name for name in modules() if not name.startswith("pulsetrain/examples/")]
+    ours = [name for name in modules() if not name.startswith("pulsetrain/_examples/")]
     count = len(ours) - 1  # all but __main__
     assert checked(python, "-c", LOADED_ONCE, cwd=tmp_path).strip() == f"{count} [] []"
     roots = "import sys, pathlib; print([p for p in sys.path if (pathlib.Path(p) / 'engine' / '__init__.py').exists()])"

@@ -15,8 +15,6 @@ from tests.support.programs_installs import BUILD, checked, copy_tree, run
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = "pulsetrain.examples"  # programs to read, whose attributes have no annotations
-
 UNTYPED = """
 
 def untyped(value):
@@ -58,11 +56,11 @@ def without_type(found: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-def test_every_exported_symbol_outside_the_examples_has_a_known_type(site: Path) -> None:
+def test_every_exported_symbol_has_a_known_type(site: Path) -> None:
     found = symbols(site, "pulsetrain")
     assert len(found) > 5000
     assert {"pulsetrain.trainer.Trainer.train", "pulsetrain.engine.events.engine.Engine.run"} <= found.keys()
-    wrong = {name: why for name, why in without_type(found).items() if not name.startswith(EXAMPLES)}
+    wrong = without_type(found)
     assert not wrong, json.dumps(wrong, indent=1)
 
 

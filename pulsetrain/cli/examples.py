@@ -75,7 +75,7 @@ def project() -> Traversable:
 
 
 def _folder() -> Traversable:
-    folder = files("pulsetrain") / "examples"
+    folder = files("pulsetrain") / "_examples"
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: is missing; this installation is not complete, so install pulsetrain again")
     return folder
