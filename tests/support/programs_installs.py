@@ -59,13 +59,16 @@ def copy_tree(to: Path, *, links: bool = True) -> Path:
     return to
 
 
+INSTALLED = {"examples": "_examples"}  # the name of a folder in the package, where it differs
+
+
 def modules() -> set[str]:
     """Every module of the three packages and of the examples, as the path at which a wheel holds it."""
     found = set()
     for name in source_files():
         top, _, rest = name.partition("/")
         if name.endswith(".py") and top in ("pulsetrain", "engine", "handlers", "examples"):
-            found.add(name if top == "pulsetrain" else f"pulsetrain/{top}/{rest}")
+            found.add(name if top == "pulsetrain" else f"pulsetrain/{INSTALLED.get(top, top)}/{rest}")
     return found
 
 
