@@ -207,9 +207,11 @@ class Rate:
 
     def read(self, samples: int, tokens: int) -> dict[str, float]:
         """The rates since the last reading, given the run's totals so far."""
+        if samples == self._samples:  # nothing was trained: a resumed run reports what another process has trained
+            return {}
         seconds = max(time.perf_counter() - self._since - self.paused, 1e-9)
         rates = {"samples_per_second": (samples - self._samples) / seconds}
-        if tokens:  # of a run that counts them: also if it has trained nothing since it was resumed
+        if tokens:
             rates["tokens_per_second"] = (tokens - self._tokens) / seconds
         self.restart(samples, tokens)
         return rates

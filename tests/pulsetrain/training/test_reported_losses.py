@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pulsetrain import Trainer, TrainingConfig
+from pulsetrain import Checkpointer, Trainer, TrainingConfig
 from pulsetrain.engine import Events, JaxBackend
 from pulsetrain.training.running_stats import Losses
 from tests.support.models import batches, function_model, loader, torch_model, trainer
@@ -155,3 +156,17 @@ def test_a_step_in_jax_is_not_waited_for_before_the_next_one_is_started(clip: fl
     run.train()
     assert happened[:5] == ["step", "step", "read", "step", "read"]
     assert run.history["train/loss"][-1] > 0.0
+
+
+def test_what_an_earlier_process_has_trained_is_reported_without_a_speed(tmp_path: Path):
+    def logged() -> list[dict[str, float]]:
+        found: list[dict[str, float]] = []
+        run = trainer({"max_epochs": 2, "log_every_n_steps": 1000}, handlers=[Checkpointer(tmp_path)])
+        run.on(Events.METRICS_LOGGED)(lambda engine, event: found.append(event.payload.metrics))
+        run.train(resume="latest")
+        return found
+
+    (first,), (again,) = logged(), logged()
+    assert first["samples_per_second"] > 0
+    assert "samples_per_second" not in again
+    assert again["train/loss"] == first["train/loss"]
