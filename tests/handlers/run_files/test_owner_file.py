@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -202,7 +203,8 @@ def test_that_this_host_has_no_process_of_an_owners_number_says_nothing_about_an
     no_locks(monkeypatch, errno.ENOLCK)
     with monkeypatch.context() as there:
         on_another_host(there)
-        there.setattr(owner_file.os, "getpid", lambda: 1 << 30)
+        # of this module alone: what is collected as garbage meanwhile asks `os` itself
+        there.setattr(owner_file, "os", SimpleNamespace(**{**vars(os), "getpid": lambda: 1 << 30}))
         first = OwnerFile(tmp_path)
     with pytest.raises(RunFolderError, match=f"in use by process {1 << 30} on "):
         OwnerFile(tmp_path)
