@@ -27,7 +27,7 @@ ALL: dict[str, list[str]] = {
     "language_model": ["--iterations", "250", "--growth", "4000"],
     "language_model_jax": ["--only", "ours, the demo's handlers"],
     "many_ranks": ["--runs", "20"],
-    "start": ["--rounds", "2"],
+    "start": ["--rounds", "3"],
     "trainers": ["--iterations", "500"],
 }
 # sizes for which a figure is promised and which take longer than a run of all benchmarks should
