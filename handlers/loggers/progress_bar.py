@@ -191,7 +191,10 @@ class ProgressBar(Handler):
             self._bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in self._shown()), refresh=False)
 
     def _shown(self) -> list[tuple[str, str]]:
-        return [*self._figures.items()][:_MOST]
+        figures = [*self._figures.items()]
+        if len(figures) > _MOST:  # losses stay
+            figures.sort(key=lambda figure: not figure[0].endswith("loss"))
+        return figures[:_MOST]
 
     def _write_line(self, engine: Engine) -> None:
         iteration, total = engine.state.iteration, _total_iterations(engine)

@@ -63,6 +63,15 @@ def test_of_many_values_the_first_are_shown():
     )
 
 
+def test_many_metrics_of_a_validation_do_not_hide_the_loss_of_training():
+    stream, engine = io.StringIO(), make_engine()
+    log_each_iteration(engine, lambda i: {"train/loss": 2.0})
+    validate_each_epoch(engine, [{f"val/value_{number}": 1.0 for number in range(9)}] * 2)
+    ProgressBar(stream=stream).attach(engine)
+    engine.run([0], max_epochs=2)
+    assert "(100%), loss 2, val/value_0 1" in stream.getvalue()
+
+
 def test_returns_and_rewards_of_rollouts_are_on_the_bar():
     stream, engine = Terminal(), make_engine()
     roll_out_before_each_batch(engine, [{"rollout/return": 2.5, "rollout/length": 9.0, "rollout/reward": 0.125}])
