@@ -7,8 +7,8 @@
     python -m benchmarks --check --short                  # only ratios, with slack: on any machine, within 90 seconds
     python -m benchmarks --write docs/performance.md      # its tables, from the last results
 
-Exit status: 0 all bounds hold; 1 one is missed, or a benchmark failed; 2 wrong input; 3 none is missed, but absolute
-times were not compared, since the machine was busy or has another processor than the bounds were set on.
+Exit status: 0 all bounds hold; 1 one is missed, or a benchmark failed; 2 wrong input; 3 none is missed, but some
+absolute times do not count, since the machine was busy, or exceed their bounds on one slower than those were set on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--short: is a form of --check")
     if options.write:
         return _write(options.write, options.results)
-    form = options.form or ("" if options.check or options.names else "all")
+    form = options.form or ("check" if options.check else "" if options.names else "all")
     chosen = options.names or [name for name in names() if options.form != "short" or name in SHORT]
     plan = [(name, [*arguments_of(name, form), *own]) for name in chosen]
     measured = partial(_measured, folder=None if options.form == "short" else options.results)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 import statistics
 import tempfile
 import time
@@ -276,7 +277,11 @@ def main() -> int:
         try:
             import trl
         except ImportError as error:
-            return [], [f"TRL: absent: {error}; pip install -e '.[bench]'"]
+            absent = f"TRL: absent: {error}; pip install -e '.[bench]'"
+            return [
+                Row(name=f"TRL / ours, {name}", measured=math.nan, kind="ratio", bound=BOUNDS[name], at_least=True)
+                for name in options.only
+            ], [absent]
         return rows_of(measure(options.only, options.rounds, options.updates)), [f"trl {trl.__version__}"]
 
     return report(options, "an update", rows)

@@ -3,26 +3,28 @@
     python -m benchmarks distributed         # prints a table and exits with 1 if a bound is missed
 
 Both train the byte-level GPT of examples/byte_lm on the CPU with gloo, one thread a process, in the same two processes,
-by turns: a round is a run of ITERATIONS iterations of each, of which the first ones warm up. The hand-written loop
-shares each global batch out, averages the gradients by DistributedDataParallel, and adds its losses up every LOG
-iterations. The time of a run is its median over windows of LOG iterations, since a process that does not get its core
-for a moment holds up the other. A figure is the median over the rounds of the ratio of both in the same round. "Nothing
-computed" is a model of one number, whose samples all count alike. The losses of the GPT are means over bytes, which the
-processes have to add up for each batch; that overlaps with the computation. "Virtual ranks" is the trainer with a
-virtual rank a process, whose results have the same bits as in one process.
+each in a thread of Python of its own, of which one runs while the others wait: a turn is LOG iterations of each. So
+the contestants share the moments in which the machine is slow. A figure is the median of the ratio of both in a turn,
+over all turns but the first. The hand-written loop shares each global batch out, averages the gradients by
+DistributedDataParallel, and adds its losses up every LOG iterations. "Nothing computed" is a model of one number, whose
+samples all count alike. The losses of the GPT are means over bytes, which the processes have to add up for each batch;
+that overlaps with the computation. "Virtual ranks" is the trainer with a virtual rank a process, whose results have the
+same bits as in one process.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import multiprocessing
 import os
 import socket
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -36,11 +38,11 @@ from examples.byte_lm.model import ByteGPT
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, SupervisedStrategy, Topology, TorchBackend
 
-WORLD, WARM, LOG = 2, 10, 10
+WORLD, LOG = 2, 10
 BATCH, CONTEXT, RATE = 16, 128, 1e-3
 BOUND = 1.02  # times the hand-written loop's iteration
 Rounds = dict[str, list[float]]
-"""Seconds of an iteration, by contestant, in each round."""
+"""Seconds of an iteration, by contestant, in each turn."""
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -91,13 +93,45 @@ TASKS = {
 }
 
 
-def of_windows(times: list[float]) -> float:
-    """Seconds of an iteration, from the times after each LOG iterations."""
-    return statistics.median(after - before for before, after in itertools.pairwise(times[WARM // LOG - 1 :])) / LOG
+class Turns:
+    """The threads of the contestants: each runs LOG iterations, then the next one does."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.seconds: Rounds = {name: [] for name in names}
+        self._waiting = {name: threading.Semaphore(0) for name in names}
+        self._left = list(names)
+        self._begun = 0.0
+
+    def run(self, contestants: Mapping[str, Callable[[Callable[[], None]], None]]) -> None:
+        """Run all of them to their ends."""
+        with ThreadPoolExecutor(len(contestants)) as pool:
+            ended = [pool.submit(self._run, name, run) for name, run in contestants.items()]
+            self._waiting[self._left[0]].release()
+            for each in ended:
+                each.result()
+
+    def _run(self, name: str, contestant: Callable[[Callable[[], None]], None]) -> None:
+        self._waiting[name].acquire()
+        try:
+            contestant(partial(self._hand_over, name))
+        finally:
+            following = self._after(name)
+            self._left.remove(name)
+            if self._left:
+                self._waiting[following].release()
+
+    def _hand_over(self, name: str) -> None:
+        self.seconds[name].append((time.perf_counter() - self._begun) / LOG)
+        self._waiting[self._after(name)].release()
+        self._waiting[name].acquire()
+        self._begun = time.perf_counter()
+
+    def _after(self, name: str) -> str:
+        return self._left[(self._left.index(name) + 1) % len(self._left)]
 
 
-def by_hand(task: str, iterations: int, rank: int) -> float:
-    """Seconds of an iteration of the loop that a user would write."""
+def by_hand(task: str, iterations: int, rank: int, hand_over: Callable[[], None]) -> None:
+    """The loop that a user would write."""
     make, data, loss_of = TASKS[task]
     torch.manual_seed(0)
     model = DistributedDataParallel(make())
@@ -106,7 +140,7 @@ def by_hand(task: str, iterations: int, rank: int) -> float:
     # each process loads its share of every global batch
     batches = [list(range(at + rank, at + BATCH, WORLD)) for at in range(0, iterations * BATCH, BATCH)]
     model.train()
-    total, times = torch.zeros(()), []
+    total = torch.zeros(())
     for iteration, (inputs, targets) in enumerate(DataLoader(rows, batch_sampler=batches), 1):
         loss = loss_of(model(inputs), targets)
         loss.backward()
@@ -117,11 +151,12 @@ def by_hand(task: str, iterations: int, rank: int) -> float:
             torch.distributed.all_reduce(total)
             total.item()
             total.zero_()
-            times.append(time.perf_counter())
-    return of_windows(times)
+            hand_over()
 
 
-def ours(task: str, iterations: int, rank: int, topology: Topology | None = None) -> float:
+def ours(
+    task: str, iterations: int, rank: int, hand_over: Callable[[], None], topology: Topology | None = None
+) -> None:
     """The same by the Trainer."""
     make, data, loss_of = TASKS[task]
     torch.manual_seed(0)
@@ -136,49 +171,43 @@ def ours(task: str, iterations: int, rank: int, topology: Topology | None = None
             max_iterations=iterations, log_every_n_steps=LOG, schedule=None, seed=0, device="cpu", progress=False
         ),
     )
-    times: list[float] = []
-    trainer.on(Events.ITERATION_COMPLETED(every=LOG))(lambda: times.append(time.perf_counter()))
-    with redirect_stderr(io.StringIO()):
-        trainer.train()
-    return of_windows(times)
+    trainer.on(Events.ITERATION_COMPLETED(every=LOG))(lambda: hand_over())
+    trainer.train()
 
 
-def virtual(task: str, iterations: int, rank: int) -> float:
+def virtual(task: str, iterations: int, rank: int, hand_over: Callable[[], None]) -> None:
     """The Trainer with virtual ranks."""
-    return ours(task, iterations, rank, Topology(virtual=WORLD, reduction="tree"))
+    ours(task, iterations, rank, hand_over, Topology(virtual=WORLD, reduction="tree"))
 
 
 CONTESTANTS = {"hand-written": by_hand, "ours": ours, "virtual ranks": virtual}
 
 
-def measure_rank(rank: int, port: int, tasks: dict[str, int], rounds: int, connection: Connection) -> None:
-    """What one process does: every contestant in every round."""
+def measure_rank(rank: int, port: int, tasks: dict[str, int], connection: Connection) -> None:
+    """What one process does: every contestant of every task."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    found: dict[str, Rounds] = {task: {name: [] for name in CONTESTANTS} for task in tasks}
-    for number in range(rounds + 1):  # the first warms up
-        for task, iterations in tasks.items():
-            for name in CONTESTANTS if number % 2 else reversed(CONTESTANTS):
-                torch.distributed.barrier()
-                seconds = CONTESTANTS[name](task, iterations, rank)
-                if number:
-                    found[task][name].append(seconds)
+    found: dict[str, Rounds] = {}
+    for task, iterations in tasks.items():
+        turns = Turns(list(CONTESTANTS))
+        with redirect_stderr(io.StringIO()):
+            turns.run({name: partial(run, task, iterations, rank) for name, run in CONTESTANTS.items()})
+        found[task] = {name: seconds[1:] for name, seconds in turns.seconds.items()}  # the first warms up
     connection.send(found)
     torch.distributed.barrier()
 
 
-def measure(tasks: dict[str, int], rounds: int) -> dict[str, Rounds]:
-    """The seconds of an iteration of each contestant in each round, as rank 0 has them."""
+def measure(tasks: dict[str, int]) -> dict[str, Rounds]:
+    """The seconds of an iteration of each contestant in each turn, as rank 0 has them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     processes = [
-        context.Process(target=measure_rank, args=(rank, port, tasks, rounds, theirs), daemon=True)
-        for rank in range(WORLD)
+        context.Process(target=measure_rank, args=(rank, port, tasks, theirs), daemon=True) for rank in range(WORLD)
     ]
     for process in processes:
         process.start()
@@ -192,15 +221,14 @@ def measure(tasks: dict[str, int], rounds: int) -> dict[str, Rounds]:
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("distributed", __doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--iterations", type=int, default=120, help="of a run of the GPT [%(default)s]")
+    parser.add_argument("--iterations", type=int, default=900, help="of the GPT [%(default)s]")
     options = parser.parse_args()
-    if options.iterations < WARM + 2 * LOG:
-        parser.error(f"--iterations {options.iterations}: needs at least {WARM + 2 * LOG}")
+    if options.iterations < 3 * LOG:
+        parser.error(f"--iterations {options.iterations}: needs at least {3 * LOG}")
 
     def rows() -> tuple[list[Row], list[str]]:
         made = []
-        for task, found in measure({"GPT": options.iterations, "nothing computed": 400}, options.rounds).items():
+        for task, found in measure({"GPT": options.iterations, "nothing computed": 2_000}).items():
             medians = {name: statistics.median(taken) * 1e3 for name, taken in found.items()}
             made.append(
                 Row(

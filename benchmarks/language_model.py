@@ -199,6 +199,18 @@ def growth(names: Sequence[str], task: Task) -> dict[str, float]:
     return found
 
 
+def growth_rows(
+    grown: Mapping[str, float], what: str, *, bound: float | None = None, goal: float | None = None
+) -> list[Row]:
+    """The bytes per iteration of each, with a bound or a goal for ours."""
+    rows = []
+    for name, value in grown.items():
+        most, wanted = (None, None) if name == BY_HAND else (bound, goal)
+        unit = "bytes an iteration"
+        rows.append(Row(name=f"{name}, {what}", unit=unit, measured=value, kind="size", bound=most, goal=wanted))
+    return rows
+
+
 def on_gpu(rounds: int, iterations: int) -> tuple[list[Row], list[str]]:
     """The rows of each setting on a GPU, and why there are none."""
     if not torch.cuda.is_available():
@@ -217,6 +229,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--growth", type=int, default=10_000, help="iterations of the run whose memory is followed")
+    parser.add_argument("--growth-of-demo", type=int, default=0, help="the same with the demo's model; slow")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), metavar="NAME")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark itself")
     options = parser.parse_args()
@@ -228,14 +241,12 @@ def main() -> int:
     def rows() -> tuple[list[Row], list[str]]:
         found, absent = measure(names, task, options.rounds)
         followed = [name for name in (BY_HAND, OURS, FULL) if name in names]
-        grown = growth(followed, Task.tiny(options.growth)) if options.growth > SETTLED else {}
-        more = [
-            Row(
-                name=f"{name}, growth with a tiny model", unit="bytes an iteration", measured=value,
-                kind="size", bound=None if name == BY_HAND else GROWTH,
-            )
-            for name, value in grown.items()
-        ]  # fmt: skip
+        more = []
+        if options.growth > SETTLED:
+            grown = growth(followed, Task.tiny(options.growth))
+            more += growth_rows(grown, "growth with a tiny model", bound=GROWTH)
+        if options.growth_of_demo > SETTLED:
+            more += growth_rows(growth(followed, Task.demo(options.growth_of_demo)), "growth", goal=GROWTH)
         gpu, skipped = on_gpu(options.rounds, options.iterations)
         notes = [f"{name}: absent: {why}" for name, why in absent.items()]
         return [*rows_of(found, task), *more, *gpu], [*notes, *skipped]

@@ -6,6 +6,8 @@
 One engine is recorded, whose step returns a loss: two events an iteration. Where a power of ten has been reached, the
 table shows the cost of an iteration (the median over windows of 500), the process's private memory, the size of the
 log, how long a reader takes to open the log, which is still being written and has no table, and to find an iteration.
+The costs of iterations are compared in passes of a loop that is timed after each window, since the speed of a core
+varies while the log grows.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from operator import truediv
 from pathlib import Path
 
+from benchmarks.harness.machine import reference_loop
 from benchmarks.harness.results import Row, make_parser, report
 from pulsetrain.engine import Engine
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
 
 FIRST, WINDOW, EVENTS_OF_ITERATION = 10_000, 500, 2
+LOOP = 5_000  # steps of the reference loop, a tenth of a millisecond
 OPEN, SEEK = 200.0, 5.0  # milliseconds
 SLOWER, LARGER, GROWN = 1.5, 1.3, 16.0  # times the first row's; times the first row's; MB above the second row's
 COLUMNS = {
@@ -65,7 +70,8 @@ class Batches:
 
     def __init__(self, folder: Path, events: int) -> None:
         self.folder, self.iterations, self.rows = folder, events // EVENTS_OF_ITERATION, list[Figures]()
-        self._windows: list[float] = []  # seconds since the last row
+        self._windows: list[float] = []  # seconds, since the last row
+        self._loops: list[float] = []  # seconds of the reference loop after each of them
 
     def __len__(self) -> int:
         return self.iterations
@@ -74,7 +80,10 @@ class Batches:
         mark, start = FIRST // EVENTS_OF_ITERATION, time.perf_counter()
         for number in range(self.iterations):
             if number % WINDOW == 0 and number:
-                self._windows.append(time.perf_counter() - start)
+                ended = time.perf_counter()
+                self._windows.append(ended - start)
+                reference_loop(LOOP)
+                self._loops.append(time.perf_counter() - ended)
                 if number == mark:
                     self._measure(number)
                     mark *= 10
@@ -90,6 +99,7 @@ class Batches:
             {
                 "events": events,
                 "iteration_us": statistics.median(self._windows) / WINDOW * 1e6,
+                "iteration_loops": statistics.median(map(truediv, self._windows, self._loops)),
                 "memory_mb": anonymous_memory(),
                 "bytes_per_event": size_of(self.folder) / events,
                 "open_ms": opening,
@@ -97,6 +107,7 @@ class Batches:
             }
         )
         self._windows.clear()
+        self._loops.clear()
 
 
 def measure(events: int) -> list[Figures]:
@@ -116,7 +127,7 @@ def compared(marks: list[Figures]) -> list[Row]:
     rows = [
         Row(
             name=f"an iteration after {mark['events']:,.0f} events",
-            measured=mark["iteration_us"] / first["iteration_us"],
+            measured=mark["iteration_loops"] / first["iteration_loops"],
             kind="ratio",
             bound=SLOWER,
             also={name: mark[key] for key, name in COLUMNS.items()},

@@ -25,6 +25,7 @@ from pulsetrain.engine import Engine
 HELP, READ, RATIO = 0.3, 0.7, 1.05  # seconds, seconds, and times as long
 REPLAY = 1.25  # times as long as importing ignite's engine, whose classes our Engine extends
 PEER, OWN = "import torch, ignite.engine", "from pulsetrain.engine import Engine"
+TRAINER = "from pulsetrain import Trainer"
 COMMANDS: dict[str, tuple[list[str], float]] = {
     "--help": (["--help"], HELP),
     "--version": (["--version"], HELP),
@@ -52,7 +53,7 @@ def _used() -> float:
 def measure(rounds: int, *, commands: bool) -> list[Row]:
     """The seconds of each command, and the ratios of what imports torch."""
     processes = {name: ["-m", "pulsetrain", *words] for name, (words, _) in COMMANDS.items() if commands}
-    processes |= {code: ["-c", code] for code in (PEER, OWN)}
+    processes |= {code: ["-c", code] for code in (PEER, OWN, TRAINER)}
     found: dict[str, list[float]] = {name: [] for name in processes}
     used: dict[str, list[float]] = {name: [] for name in processes}
     with tempfile.TemporaryDirectory() as name:
@@ -84,7 +85,8 @@ def measure(rounds: int, *, commands: bool) -> list[Row]:
     rows.append(Row(name=PEER, unit="s", measured=statistics.median(found[PEER]), kind="absolute"))
     if commands:
         rows.append(Row(name=f"replay / {PEER}", kind="ratio", **ratios(used["replay"], used[PEER]), bound=REPLAY))
-    return [*rows, Row(name=f"{OWN} / {PEER}", kind="ratio", **ratios(used[OWN], used[PEER]), bound=RATIO)]
+    own = Row(name=f"{OWN} / {PEER}", kind="ratio", **ratios(used[OWN], used[PEER]), bound=RATIO)
+    return [*rows, own, Row(name=f"{TRAINER} / {PEER}", kind="ratio", **ratios(used[TRAINER], used[PEER]))]
 
 
 def main() -> int:

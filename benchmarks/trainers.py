@@ -4,11 +4,13 @@
     python -m benchmarks trainers --json      # the same as one JSON object
     python -m benchmarks trainers --only ours ignite "handlers: EMA"
 
-Each contestant trains the same linear model with SGD on the same batches, on the CPU with one thread. The model notes
-the time of two of its calls, between which lie the measured iterations: so whatever owns the loop is measured alike,
-without its start and end. All take turns in every round; a figure is the median over the rounds of the difference
-from the bare loop of that round. "Nothing computed" is a model without a computation, compared with a bare loop over
-the same model: what is added is Python code alone. Frameworks that are not installed are named
+Each contestant trains the same linear model with SGD on the same DataLoader, on the CPU with one thread. The model
+notes the time of two of its calls, between which lie the measured iterations: so whatever owns the loop is measured
+alike, without its start and end. All take turns in every round; a figure is the median over the rounds of the
+difference from the bare loop of that round. "Nothing computed" is a model without a computation, compared with a bare
+loop over the same model: what is added is Python code alone. "A dataset that may draw" is one of the user's own, for
+which the generators are seeded for each batch; in the other rows the dataset declares that it draws nothing.
+Frameworks that are not installed are named
 (pip install -e '.[bench]').
 """
 
@@ -19,12 +21,13 @@ import logging
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import pulsetrain.handlers as shipped
 from benchmarks.harness.frameworks import (
@@ -38,6 +41,7 @@ from benchmarks.harness.frameworks import (
     hugging_face,
     ignite,
     lightning,
+    some_batches,
     torchtnt,
 )
 from benchmarks.harness.results import Row, make_parser, ratios, report
@@ -66,7 +70,7 @@ class Terminal(io.StringIO):
 def ours(*make: Callable[[Path], Any], progress: bool = False) -> Contestant:
     """Our Trainer with these handlers, and with its default progress line where the stream is a terminal."""
 
-    def train(model: Timed, batches: list[Batch], folder: Path) -> None:
+    def train(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
         Trainer(
             model,
             batches,
@@ -82,11 +86,11 @@ def ours(*make: Callable[[Path], Any], progress: bool = False) -> Contestant:
 def validated(*make: Callable[[Path], Any]) -> Contestant:
     """Our Trainer with these handlers, which judge a validation at the end of the run."""
 
-    def train(model: Timed, batches: list[Batch], folder: Path) -> None:
+    def train(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
         Trainer(
             model,
             batches,
-            batches[:1],
+            some_batches(1),
             strategy=SupervisedStrategy(model.strategy_loss),
             optimizer=model.optimizer(),
             config=TrainingConfig(
@@ -151,11 +155,13 @@ NOT_ALONE = (
 )  # fmt: skip
 BARE = "bare loop"
 PROGRESS = "ours, its default progress line"
+SEEDED = "ours, a dataset that may draw"
 BARE_NOTHING, OURS_NOTHING = "bare loop, nothing computed", "ours, nothing computed"
 CONTESTANTS: dict[str, Contestant] = {
     BARE: bare,
     "ours": ours(),
     PROGRESS: ours(progress=True),
+    SEEDED: ours(),
     "ours, the full set": validated(
         schedule,
         console,
@@ -176,7 +182,7 @@ CONTESTANTS: dict[str, Contestant] = {
 BASES = {OURS_NOTHING: BARE_NOTHING, BARE_NOTHING: BARE_NOTHING}  # of the others: the bare loop
 NO_BOUNDS = (None, None)
 BOUNDS = {"ours, the full set": FULL_SET, OURS_NOTHING: COMPUTES_NOTHING}
-COMPARED = [("ours", "ignite", 1.0, None), ("ours, the full set", "Fabric", 1.9, 1.0)]  # times, the bound and the goal
+COMPARED = [("ours", "ignite", 1.0, None), ("ours, the full set", "Fabric", 2.5, 1.0)]  # times, the bound and the goal
 
 
 # ------------------------------------------------------------------------------------------------- the measurement
@@ -191,23 +197,20 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def step_of(name: str, batches: list[Batch], iterations: int) -> float:
+def step_of(name: str, batches: DataLoader[Batch], iterations: int) -> float:
     """Microseconds per measured iteration."""
     model = (Nothing if name in (BARE_NOTHING, OURS_NOTHING) else Timed)(iterations)
+    if name == SEEDED:
+        batches = some_batches(BATCHES, draws_nothing=False)
     with tempfile.TemporaryDirectory() as folder, quiet():
         CONTESTANTS[name](model, batches, Path(folder))
     first, last = model.noted
     return (last - first) / iterations * 1e6
 
 
-def some_batches() -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(BATCHES)]
-
-
 def progress_line(iterations: int) -> list[float]:
     """What the default progress line adds, in microseconds, of each of many pairs: it is less than a round's noise."""
-    batches, found = some_batches(), []
+    batches, found = some_batches(BATCHES), []
     for number in range(PAIRS):
         both = ["ours", PROGRESS] if number % 2 else [PROGRESS, "ours"]
         steps = {name: step_of(name, batches, iterations) for name in both}
@@ -217,7 +220,7 @@ def progress_line(iterations: int) -> list[float]:
 
 def measure(names: list[str], rounds: int, iterations: int) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The microseconds of each contestant in each round, and why the others are absent."""
-    batches = some_batches()
+    batches = some_batches(BATCHES)
     found: dict[str, list[float]] = {name: [] for name in names}
     absent: dict[str, str] = {}
     for number in range(rounds + 1):  # the first warms up
@@ -235,12 +238,13 @@ def measure(names: list[str], rounds: int, iterations: int) -> tuple[dict[str, l
     return found, absent
 
 
-def summary(found: dict[str, list[float]], line: list[float] | None = None) -> list[Row]:
+def summary(found: dict[str, list[float]], line: list[float] | None = None, absent: Container[str] = ()) -> list[Row]:
     """What each contestant adds to the bare loop's step, and how ours compare with the others.
 
     Args:
         found: steps of each contestant, in microseconds, of each round.
         line: what the default progress line adds; by default, by the rounds.
+        absent: those that were asked for and are not installed.
     """
     rows, medians = [], dict[str, float]()
     for name, steps in found.items():
@@ -272,8 +276,8 @@ def summary(found: dict[str, list[float]], line: list[float] | None = None) -> l
             )
         )
     for mine, peer, bound, goal in COMPARED:
-        if {mine, peer} <= medians.keys():
-            differs = medians[peer] > NOISE * statistics.median(found[BARE])
+        if mine in medians and (peer in medians or peer in absent):
+            differs = peer in medians and medians[peer] > NOISE * statistics.median(found[BARE])
             ratio = medians[mine] / medians[peer] if differs else float("nan")
             rows.append(Row(name=f"{mine} / {peer}", measured=ratio, kind="ratio", bound=bound, goal=goal))
     return rows
@@ -282,7 +286,7 @@ def summary(found: dict[str, list[float]], line: list[float] | None = None) -> l
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
     parser = make_parser("trainers", __doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--iterations", type=int, default=MEASURED, help="measured iterations of a run [%(default)s]")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), metavar="NAME")
     options = parser.parse_args()
@@ -293,7 +297,7 @@ def main() -> int:
         names = [name for name in CONTESTANTS if name in bases or name in options.only]
         found, absent = measure(names, options.rounds, options.iterations)
         line = progress_line(options.iterations) if {PROGRESS, "ours"} <= found.keys() else None
-        return summary(found, line), [f"{name}: absent: {why}" for name, why in absent.items()]
+        return summary(found, line, absent), [f"{name}: absent: {why}" for name, why in absent.items()]
 
     return report(options, "added to a step of a linear model, us", rows)
 

@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 BESIDE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
-CONFIGURATION, COMMANDS = "reference/configuration.md", "reference/commands.md"
+EXAMPLES, CONFIGURATION, COMMANDS = "examples.md", "reference/configuration.md", "reference/commands.md"
 PACKAGES = {  # each has one page
     "pulsetrain": "Trainer and configuration",
     "pulsetrain.testing": "Testing",
@@ -36,7 +36,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     reference = [{title.partition(": `")[0]: path} for path, title, _ in _reference()]
     config.nav = [
         *(config.nav or ()),
-        {"Notebooks": [f"notebooks/{path.stem}.md" for path in NOTEBOOKS]},
+        {"Examples": [EXAMPLES, *(f"notebooks/{path.stem}.md" for path in NOTEBOOKS)]},
         {"Reference": [{"Configuration": CONFIGURATION}, {"Command line": COMMANDS}, *reference]},
         {"About": ["changelog.md", "contributing.md"]},
     ]
@@ -47,9 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages."""
     for page, source in BESIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=re.sub(r"\]\(docs/", "](", text)))
+        text = re.sub(r"\]\(docs/", "](", text).replace("](CONTRIBUTING.md)", "](contributing.md)")
+        files.append(File.generated(config, page, content=text))
     for notebook in NOTEBOOKS:
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=_cells(notebook)))
+    files.append(File.generated(config, EXAMPLES, content=_examples()))
     files.append(File.generated(config, CONFIGURATION, content=configuration()))
     files.append(File.generated(config, COMMANDS, content=_commands()))
     for path, title, names in _reference():
@@ -97,6 +99,15 @@ def _exported(package: str) -> dict[str, str]:
 def _is_own(name: str) -> bool:
     """Whether it is of the package itself, which also exports what the parts below it have."""
     return not name.startswith(tuple(f"{package}." for package in SHARED_OUT))
+
+
+def _examples() -> str:
+    """What `pulsetrain examples` prints, as a table."""
+    from pulsetrain.cli.examples import described
+
+    rows = [f"| `{name}` | {about} |" for name, about in described()]
+    copy = "`pulsetrain examples NAME` copies one, with the others that it needs, and says how to run it."
+    return "\n".join(["# All examples", "", copy, "", "| NAME | what it shows |", "|---|---|", *rows, ""])
 
 
 def _commands() -> str:

@@ -17,15 +17,66 @@ from pulsetrain import EventLog, Trainer, TrainingConfig
 from pulsetrain.engine import Events, Every, SupervisedStrategy
 from pulsetrain.engine.events.names import COUNTERS
 from pulsetrain.handlers import Checkpointer, EventRecorder
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 from pulsetrain.testing import tiny_loader, tiny_model
 
 PAGE = Path(__file__).with_name("events.md")
 OF_IGNITE = 13  # the first events have the names and the meaning of ignite's
 
+_FILTERS = """\
+## Filters, and cadences: `Every`
+
+An event that is called with a filter is due at some of its firings. The counter is the one in the table above.
+
+| filter | due at |
+|---|---|
+| `Events.ITERATION_COMPLETED(every=10)` | iterations 10, 20, 30 ... |
+| `(once=3)`, `(once=[3, 7])` | these values of the counter only |
+| `(after=100)`, `(before=200)` | the values above or below the bound |
+| `(after=100, before=200, every=10)` | 101, 111 ... 191: `every` counts from `after` |
+| `(event_filter=function)` | those for which `function(engine, value)` is true |
+
+`Every` is a cadence as a value: what `Checkpointer`, loggers, monitors and `TrainingConfig(validate_every=...)` take.
+It names the unit, and the handler subscribes to the event that counts it:
+
+| cadence | the same as |
+|---|---|
+| `Every(iterations=10)`: batches | `Events.ITERATION_COMPLETED(every=10)` |
+| `Every(updates=10)`: optimizer steps | `Events.OPTIMIZER_STEP_COMPLETED(every=10)` |
+| `Every(epochs=2)` | `Events.EPOCH_COMPLETED(every=2)` |
+| `Every(seconds=600)`: wall time | checked after each iteration; no event's filter |
+| `Every(epochs=1, seconds=600)` | both |
+
+`Every(epochs=1) | Every(seconds=600)` is the same as the last line; `|` also joins events. `events()` returns what to
+subscribe to, so a function can have a cadence as well:
+
+```python
+from pulsetrain import Events, Every, SupervisedStrategy, Trainer, TrainingConfig
+from pulsetrain.testing import tiny_loader, tiny_model
+
+trainer = Trainer(tiny_model(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=TrainingConfig(max_epochs=3))
+
+
+def iterations_of(events):
+    found = []
+    trainer.on(events)(lambda engine: found.append(engine.state.iteration))
+    return found
+
+
+third = iterations_of(Events.ITERATION_COMPLETED(every=3))
+also_third = iterations_of(Every(iterations=3).events())
+joined = iterations_of((Every(iterations=5) | Every(epochs=1)).events())
+events = iterations_of(Events.ITERATION_COMPLETED(every=5) | Events.EPOCH_COMPLETED)
+trainer.train()
+assert third == also_third == [3, 6, 9, 12]
+assert joined == events == [4, 5, 8, 10, 12]
+```
+"""
+
 
 def page() -> str:
     """The page as the code says it is."""
-    return "\n".join([*_beginning(), *_table(), *_run(), ""])
+    return "\n".join([*_beginning(), *_table(), _FILTERS, *_run(), ""])
 
 
 def _beginning() -> Iterator[str]:
@@ -40,15 +91,15 @@ def _beginning() -> Iterator[str]:
 
 def _table() -> Iterator[str]:
     yield from ["## Names and payloads", "", "| event | counter | payload |", "|---|---|---|"]
-    for number, event in enumerate(Events):
+    for number, event in enumerate((*Events, *FingerprintEvents)):
         kind = event.payload_type
         what = ""
         if kind is not None:
             fields = ", ".join(f"`{each.name}`" for each in dataclasses.fields(kind))
             text = (kind.__doc__ or "").splitlines()[0].partition(": ")[2]
             what = f"{text[:1].upper()}{text[1:]} {fields}"
-        of_ignite = "" if number >= OF_IGNITE else " (ignite's)"
-        yield f"| `{event.name}`{of_ignite} | {COUNTERS.get(event, '')} | {what} |"
+        origin = " (ignite's)" if number < OF_IGNITE else " (the handler Fingerprints)" if event not in Events else ""
+        yield f"| `{event.name}`{origin} | {COUNTERS.get(event, '')} | {what} |"
     yield ""
 
 
@@ -56,7 +107,10 @@ def _run() -> Iterator[str]:
     yield from ["## A run", ""]
     yield (
         "Two epochs of two batches, two of which make one update, with a validation after each epoch and a checkpoint "
-        "at the end. Each line is one event, as it was recorded; those of the evaluator are indented."
+        "at the end. Each line is one event, as it was recorded; those of the evaluator are indented. "
+        "`GET_BATCH_STARTED` and `GET_BATCH_COMPLETED`, which are fired around each batch that an engine gets, are "
+        "missing: the recorder writes them only on request, or if several processes train together "
+        "([Which events](recorder.md#which-events))."
     )
     yield from ["", "```text", "event                        engine     epoch  iteration"]
     for each in _recorded():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, shortened, unknown_name
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, did_you_mean, shortened, unknown_name
+from pulsetrain.engine.notebook import shorten_traceback
 
 __all__ = [
+    "answer_unknown_keywords",
     "check_bool",
     "check_choice",
     "check_number",
@@ -132,3 +137,41 @@ def check_choice(place: str, argument: str, value: object, choices: Iterable[str
     choices = list(choices)
     if value not in choices:
         raise unknown_name(place, argument, value, choices)
+
+
+def answer_unknown_keywords(kind: type, remedies: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Let the class's own __init__ answer a keyword that it does not have with the nearest one, or with a remedy.
+
+    >>> class Pen:
+    ...     def __init__(self, color="black"): ...
+    >>> answer_unknown_keywords(Pen, {"paint": "pass color=..."})
+    >>> Pen(colour="red")
+    Traceback (most recent call last):
+    ...
+    pulsetrain.engine.errors.ArgumentTypeError: Pen(colour='red'): is not an argument; did you mean 'color'?
+
+    Args:
+        kind: a class that defines __init__. If that takes any keyword, it is left as it is.
+        remedies: keyword -> what to write in place of it.
+
+    Raises, when an object is made: ArgumentTypeError.
+    """
+    make: Callable[..., None] = vars(kind)["__init__"]
+    parameters = inspect.signature(make).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    known = list(parameters)[1:]
+
+    @wraps(make)
+    def __init__(self: object, *args: Any, **keywords: Any) -> None:  # noqa: N807
+        try:
+            for name, value in keywords.items():
+                if name not in known:
+                    remedy = f"; {remedies[name]}" if name in remedies else did_you_mean(name, known)
+                    raise ArgumentTypeError(f"is not an argument{remedy}", kind.__name__, **{name: value})
+            make(self, *args, **keywords)
+        except Exception as error:
+            shorten_traceback(error)
+            raise
+
+    setattr(kind, "__init__", __init__)  # noqa: B010  # type checkers know the signature of the class

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Final, Self
 
 __all__ = [
@@ -218,6 +216,8 @@ def nearest(name: object, choices: Iterable[str], most: int = 1) -> list[str]:
     >>> nearest("Val/loss", ["train/loss", "val/loss", "epoch"], 2)
     ['val/loss', 'train/loss']
     """
+    from difflib import get_close_matches  # here: it is for errors alone
+
     lower = {choice.lower(): choice for choice in choices}
     return [lower[each] for each in get_close_matches(str(name).lower(), lower, n=most)]
 
@@ -233,6 +233,8 @@ def shortened(value: object) -> object:
 
 
 def _picklable(value: object) -> object:
+    import pickle  # here: it is for errors alone
+
     try:
         pickle.dumps(value)
     except Exception:  # pickle raises whatever the object's own methods raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,8 @@ __all__ = ["get_logger", "load_structlog"]
 
 def load_structlog() -> ModuleType:
     """The module. If rich is installed, importing structlog draws from Python's generator, which training may use."""
+    import random  # here, as readers of logs do without it
+
     state = random.getstate()
     try:
         import structlog

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, Literal
 
 __all__ = ["KNOWN_WORDS", "Mode", "mode_of", "mode_of_words"]
@@ -23,6 +24,7 @@ KNOWN_WORDS: Final = (*_LOWER, *_HIGHER)
 """Words that say which values are better."""
 
 
+@lru_cache(maxsize=1024)  # of many runs, the same names are asked for
 def mode_of_words(name: str) -> Mode | None:
     """Whether smaller ("min") or larger ("max") values are better, by the words after the last "/"; None if unknown.
 

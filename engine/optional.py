@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import random
 from types import ModuleType
 
 from pulsetrain.engine.errors import ConfigurationError
@@ -34,6 +33,8 @@ def load_optional(place: str, module: str, extra: str | None = None) -> ModuleTy
     >>> load_optional("JSONLinesLogger", "json", "all").loads("[1]")
     [1]
     """
+    import random  # here, as commands look only for names of packages
+
     state = random.getstate()
     try:
         return importlib.import_module(module)

@@ -36,6 +36,8 @@ class BatchOrder(Protocol):
 
     pass_start: int
     """The iteration before the first batch of the current pass over the data."""
+    trained: int
+    """The last iteration whose step was made."""
 
     left_out_since: Sequence[tuple[int, int]]
     """The iterations (first, last) whose batches have been left out since the run returned to a checkpoint."""

@@ -1,4 +1,4 @@
-"""An event-driven training engine for PyTorch with a flight recorder.
+"""An event-driven training engine for PyTorch and JAX with a flight recorder.
 
 The names below are imported when they are first used: `import pulsetrain` loads neither torch nor any of them.
 """

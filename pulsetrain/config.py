@@ -70,7 +70,8 @@ class TrainingConfig:
         weight_decay: 0 or more; None: 0, or the decay of an optimizer that the Trainer is given [None].
         no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing [None].
         optimizer_options: further keywords of the optimizer, such as betas or momentum [{}].
-        schedule: constant, linear, cosine, step, wsd, one_cycle ...; None does not change the rate ['constant'].
+        schedule: constant, linear, polynomial, cosine, cosine_with_restarts, step, multi_step, exponential,
+            inverse_sqrt, wsd or one_cycle; None does not change the rate ['constant'].
         warmup_steps: updates of linear warm-up, from 0 to the learning rate [0].
         min_lr_ratio: lowest rate of the schedule, relative to learning_rate; None: 0.1, and 0 for linear [None].
         schedule_options: further keywords of the schedule, such as step_size and gamma [{}].
@@ -86,7 +87,7 @@ class TrainingConfig:
         seed: seed of the data order and of all random numbers; None: torch's, as torch.manual_seed left it [None].
         skip_batches: batches to leave out, as [first, last] of the iterations that would train on them [()].
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
-        log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
+        log_every_n_steps: iterations between two METRICS_LOGGED events; each copies the losses to the host [50].
         log_strategy_metrics: report the metrics of the strategy at log points, from the outputs of that step [True].
         progress: a progress line (in notebooks also the losses), unless a ProgressBar or ConsoleLogger is given [True].
         run_dir: the run folder, for save_every_n_epochs and optimizer_offload; the command line fills it in [None].

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pulsetrain.engine.errors import ArgumentTypeError, did_you_mean
-from pulsetrain.engine.notebook import shorten_traceback
+from pulsetrain.engine.argument_checks import answer_unknown_keywords
 
 __all__ = ["OF_CONFIG", "OF_TRAINER", "SETTINGS", "knows_familiar_names", "missing_attribute"]
 
@@ -31,23 +28,49 @@ SETTINGS = {
     **_all("warmup_steps=...", "warmup", "num_warmup_steps"),
     **_all("early_stopping_patience=...", "patience"),
     **_all("run_dir=..., save_every_n_epochs=...", "output_dir", "save_dir", "default_root_dir", "checkpoint_dir"),
+    **_all("save_every_n_epochs=...", "save_strategy"),
     **_all("log_every_n_steps=...", "logging_steps", "log_every", "log_interval"),
     **_all("validate_every=Every(epochs=1)", "eval_every", "eval_steps", "eval_strategy", "check_val_every_n_epoch"),
+    **_all("validate_every=Every(iterations=100)", "val_check_interval"),
     **_all("progress=...", "enable_progress_bar", "verbose", "disable_tqdm"),
     **_all("device='cuda'", "accelerator", "use_cuda", "gpus"),
+    **_all("device='cpu'", "use_cpu", "no_cuda"),
+    **_all("compile=True", "torch_compile"),
     **_all("optimizer='adamw'", "optim"),
+    **_all("optimizer_options={'betas': (0.9, 0.999)}", "adam_beta1", "adam_beta2"),
 }
 """The setting for a keyword of another framework, with its value."""
-_BATCHES = _all("the batch size of the DataLoader", "batch_size", "per_device_train_batch_size")
-
-OF_CONFIG = {name: f"set {setting}" for name, setting in SETTINGS.items()} | {
-    name: f"choose {remedy}" for name, remedy in _BATCHES.items()
+_ELSEWHERE = {
+    **_all("choose the batch size of the DataLoader", "batch_size", "per_device_train_batch_size"),
+    **_all("choose num_workers of the DataLoader", "num_workers", "dataloader_num_workers"),
+    **_all("give the loader fewer batches", "limit_train_batches", "limit_val_batches"),
+    **_all("start processes with torchrun or `pulsetrain train --launch.nproc N`", "devices", "num_nodes", "nproc"),
+    **_all("call train(resume=...), or use `pulsetrain train --resume`", "ckpt_path", "resume_from_checkpoint"),
+    **_all("use the handler Checkpointer(folder, every=..., keep_last=...)", "save_steps", "save_total_limit"),
+    **_all("use the handler BestModel('val/loss', restore=True)", "load_best_model_at_end"),
+    **_all("use a handler, such as WandbLogger(project, folder)", "report_to"),
+    **_all("use a handler, such as CSVLogger(folder)", "logger"),
+    **_all("use the handler Profiler(folder)", "profiler"),
+    **_all("use the handler TimeLimit('2h')", "max_time"),
+    **_all("call run_two_batches(trainer) of pulsetrain.testing", "fast_dev_run"),
+    **_all("call assert_overfits(trainer) of pulsetrain.testing", "overfit_batches"),
+    **_all("call validate() before train()", "num_sanity_val_steps"),
+    **_all("give the Trainer metrics, such as Accuracy()", "compute_metrics"),
+    **_all("choose collate_fn of the DataLoader", "data_collator"),
+    **_all("tokenize in the data set, or in collate_fn of the DataLoader", "processing_class", "tokenizer"),
+    **_all(
+        "pass it to the strategy, as SupervisedStrategy(loss_options={'label_smoothing': 0.1})",
+        "label_smoothing_factor",
+        "label_smoothing",
+    ),
 }
+
+OF_CONFIG = {name: f"set {setting}" for name, setting in SETTINGS.items()} | _ELSEWHERE
 """What to write in place of a keyword that TrainingConfig does not have."""
 
 OF_TRAINER = {
     **{name: f"pass config=TrainingConfig({setting})" for name, setting in SETTINGS.items()},
-    **{name: f"choose {remedy}" for name, remedy in _BATCHES.items()},
+    **_ELSEWHERE,
     **_all(
         "pass strategy=SupervisedStrategy('mse'), or with a function of outputs and targets",
         "loss", "loss_fn", "criterion", "loss_function", "compute_loss",
@@ -58,6 +81,9 @@ OF_TRAINER = {
     **_all("pass val_loader=DataLoader(...)", "eval_dataset", "val_dataset"),
     **_all("pass handlers=[CSVLogger('runs/a')]", "logger", "loggers"),
     **_all("pass metrics={'accuracy': Accuracy()}", "compute_metrics"),
+    **_all("give them to the loss of the strategy, as torch.nn.CrossEntropyLoss(weight=...)", "class_weight"),
+    **_all("return it in the batch, and read it in a strategy of your own", "sample_weight"),
+    **_all("call train(resume='latest')", "initial_epoch"),
     **_all("pass config=TrainingConfig(...)", "args", "training_args", "hparams"),
     **{
         name: f"pass config=TrainingConfig({name}=...)"
@@ -102,22 +128,7 @@ def knows_familiar_names(names: Mapping[str, str]) -> Callable[[type[T]], type[T
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        make: Callable[..., None] = vars(kind)["__init__"]
-        known = set(inspect.signature(make).parameters)
-
-        @wraps(make)
-        def __init__(self: T, *args: Any, **keywords: Any) -> None:  # noqa: N807
-            try:
-                if not known.issuperset(keywords):
-                    name = next(each for each in keywords if each not in known)
-                    remedy = f"; {names[name]}" if name in names else did_you_mean(name, known)
-                    raise ArgumentTypeError(f"is not an argument{remedy}", kind.__name__, **{name: keywords[name]})
-                make(self, *args, **keywords)
-            except Exception as error:
-                shorten_traceback(error)
-                raise
-
-        setattr(kind, "__init__", __init__)  # noqa: B010  # type checkers know the signature of the class
+        answer_unknown_keywords(kind, names)
         return kind
 
     return decorate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,6 +124,7 @@ class Loop(Trainer):
                 self._read_output()
                 self.driver.commit_iteration()
                 self.proceed()
+                self.driver.continue_rewound()
         finally:
             self._variables = {}
 
@@ -147,16 +148,30 @@ class Loop(Trainer):
             output = TrainingResult(output)
         self.state.output = output
 
-    def _before_step(self, name: str, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(
+        self, name: str, optimizer: Optimizer, arguments: Sequence[object], named: Mapping[str, object]
+    ) -> None:
         if not self.awaits_step:
             return
-        norm = None
+        norm, parameters = None, [each for group in optimizer.param_groups for each in group["params"]]
         if self.stepper.is_norm_wanted(self):
-            norm = grad_norm([each for group in optimizer.param_groups for each in group["params"]])
+            norm = grad_norm(parameters)
             self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm, optimizer=name))  # counts the update
         else:
             self.state.update += 1
         self.stepper.note_update(rates_of(self.optimizer), norm)
+        skip = self.stepper.consume_skip()
+        if skip is None:
+            return
+        if named.get("closure", arguments[1] if len(arguments) > 1 else None) is not None:  # the optimizer comes first
+            rule = (
+                "cannot skip a step with a closure, which computes the gradients inside the step; "
+                "call step() without a closure, or remove NaNGuard or the handler that calls skip_update"
+            )
+            raise ConfigurationError(rule, "Loop.skip_update", optimizer=type(optimizer))
+        if skip:  # waits for the device
+            for parameter in parameters:
+                parameter.grad = None  # an optimizer leaves such parameters and their state as they are
 
     def _after_step(self, name: str, optimizer: Optimizer, *_: object) -> None:
         if self.awaits_step and self.hears(Events.OPTIMIZER_STEP_COMPLETED):

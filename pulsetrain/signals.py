@@ -33,11 +33,12 @@ class SignalWatch:
 
     In a Slurm job, so does SIGUSR2, unless the program handles it.
 
-    The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM, end
-    the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. So does any
-    signal before there is a trainer. A signal between two runs ends the next run, if that starts within the block.
-    Leaving the block restores the previous signal handlers; but for the rest of those 2 s, a SIGTERM that is sent again
-    does not kill the process while it ends.
+    The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM or
+    SIGINT, end the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised.
+    SIGUSR1 and SIGUSR2 are warnings of a scheduler, which sends SIGTERM later: that one counts as the first. Any signal
+    before there is a trainer ends the program at once, too. A signal between two runs ends the next run, if that starts
+    within the block. Leaving the block restores the previous signal handlers; but for the rest of those 2 s, a SIGTERM
+    that is sent again does not kill the process while it ends.
 
     Args:
         trainer: the trainer whose run to end; `follow` sets it later.
@@ -124,7 +125,9 @@ class SignalWatch:
                 signal.raise_signal(number)
             return
         now = self._clock()
-        since = now - self._first_at.setdefault(number, now)
+        self._first_at.setdefault(number, now)
+        # SIGUSR1 and SIGUSR2 do not count: schedulers send them as a warning, and SIGTERM some time later
+        since = now - min(self._first_at.get(each, now) for each in (signal.SIGINT, signal.SIGTERM))
         again = number == signal.SIGINT or (number == signal.SIGTERM and since >= FORWARDED)
         first, self.received = self.received is None, self.received or signal.Signals(number)
         if self._trainer is None or (again and not first):
@@ -133,7 +136,8 @@ class SignalWatch:
             name = signal.Signals(number).name
             self._posted = Preempted(signal=name)
             self._trainer.post(Events.PREEMPTED, self._posted)
-            said = f"\n{name}: stopping at the next safe point; Ctrl-C or SIGTERM once more stops at once\n"
+            term = f"SIGTERM after {FORWARDED:g} s" if number in (signal.SIGINT, signal.SIGTERM) else "a second SIGTERM"
+            said = f"\n{name}: stopping at the next safe point; Ctrl-C stops at once, and so does {term}\n"
             with contextlib.suppress(OSError):  # the reader may be gone
                 os.write(2, said.encode())  # not through sys.stderr: the signal may have interrupted a write
 

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def test_a_picture_that_names_another_folder_is_refused_with_what_differs(tmp_pa
         "only in the picture: pulsetrain.engine: checkpoints",
         "only in the code: pulsetrain.engine: checkpoint",
     ]
+
+
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
+@pytest.mark.parametrize("contract", ["packages", "engine"])
+def test_the_table_of_layers_leaves_none_out(contract: str):
+    (layers,) = (each["layers"] for each in CONTRACTS if each["id"] == contract)
+    table = {name for row in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert {name for layer in layers for name in re.findall(r"\w+", layer)} - table == (
+        {"engine"} if contract == "packages" else set()
+    )
 
 
 @pytest.mark.parametrize(("file", "name"), PLACES, ids=[f"{file}:{name}" for file, name in PLACES])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import importlib.util
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pulsetrain.cli import main
 from pulsetrain.cli.launch import Launch
 from pulsetrain.cli.parser import make_parser
 from pulsetrain.cli.settings import split_settings
@@ -53,6 +55,7 @@ def build_trainer(folder="runs/a"):
     return Trainer(tiny_model(outputs=2), loader, val_loader, config=config, handlers=handlers)
 """
 GIVEN = {
+    "loggers.md": 'import os\nos.environ["TRACKIO_DIR"] = "runs/trackio"  # in place of a folder of the home directory',
     "debugging.md": f"{RECORDED}\nbuild_trainer().train()",
     "recorder.md": CLASSIFIER,
     "resume.md": CLASSIFIER,
@@ -61,8 +64,10 @@ GIVEN = {
 ALONE = ("CONTRIBUTING.md", "architecture.md", "backends.md", "memory.md", "training_step.md")
 NEEDED = {
     "backends.md": ("jax",),
+    "coming_from_keras.md": ("keras",),
     "coming_from_lightning.md": ("lightning",),
     "coming_from_transformers.md": ("accelerate",),
+    "loggers.md": ("tensorboard", "wandb", "mlflow", "trackio"),
     "reinforcement_learning.md": ("transformers", "gymnasium"),
     "strategies.md": ("transformers",),
 }
@@ -143,7 +148,8 @@ def run(code: str, folder: Path) -> None:
 
 def need_packages_of(page: str) -> None:
     for package in NEEDED.get(page, ()):
-        pytest.importorskip(package, reason=f"{package} is not installed")
+        if importlib.util.find_spec(package) is None:  # not imported: keras needs a setting of the page for that
+            pytest.skip(f"{package} is not installed")
 
 
 RUNNING = [page for page in PAGES if page not in ELSEWHERE and any(b.page == page and not b.reason for b in PYTHON)]
@@ -256,6 +262,20 @@ def test_a_command_of_the_documentation_is_one_that_the_command_line_takes(words
         section, setting, *_ = [*name.split("."), ""]
         assert section in {*SECTIONS, "launch"}, name
         assert setting in SETTINGS.get(section, {setting}), name
+
+
+IN_EXAMPLES = [each for each in SHELL if re.search(r"\bpulsetrain \w+ examples/\w+/", each.code)]
+
+
+@pytest.mark.parametrize("block", IN_EXAMPLES, ids=str)
+def test_a_command_on_an_example_comes_after_the_one_that_copies_it(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    copy, *others = commands_in(block)
+    assert main(copy) == 0
+    named = [word for words in others for word in words if word.startswith("examples/")]
+    assert [path for path in named if not Path(path).is_file()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -16,6 +16,7 @@ import pytest
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from tests.support.cases import slow_but
 
+PACKAGES = ["pulsetrain", "pulsetrain.engine", "pulsetrain.handlers", "pulsetrain.engine.recording"]
 OPTIONAL = (
     "jax",
     "flax",
@@ -106,7 +107,7 @@ def test_tab_completion_offers_every_public_name_before_any_is_used(package: str
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("name", ["pulsetrain", "pulsetrain.engine", "pulsetrain.handlers"])
+@pytest.mark.parametrize("name", PACKAGES)
 def test_type_checkers_see_the_names_that_are_imported_when_they_are_used(name: str, monkeypatch: pytest.MonkeyPatch):
     package = importlib.import_module(name)
     monkeypatch.setattr(typing, "TYPE_CHECKING", True)
@@ -118,8 +119,14 @@ def test_type_checkers_see_the_names_that_are_imported_when_they_are_used(name: 
     assert own - {"lazy_names", "__getattr__", "__dir__"} <= set(package.__all__)
 
 
-def loaded_by(*words: str, cwd: Path | None = None) -> set[str]:
-    """The packages that a Python program has imported at its end."""
+def test_the_function_diff_is_not_the_package_of_its_name():
+    code = "import pulsetrain.engine.recording.diff.check; from pulsetrain.engine.recording import diff; print(diff)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("<function diff")
+
+
+def modules_loaded_by(*words: str, cwd: Path | None = None) -> set[str]:
+    """What a Python program has imported at its end."""
     code = "import atexit, sys; atexit.register(lambda: print('\\n' + ' '.join(sys.modules), file=sys.stderr))\n"
     done = subprocess.run(
         [sys.executable, "-c", code + words[0], *words[1:]],
@@ -129,7 +136,12 @@ def loaded_by(*words: str, cwd: Path | None = None) -> set[str]:
         cwd=cwd,
         check=False,
     )
-    return {each.partition(".")[0] for each in done.stderr.splitlines()[-1].split()}
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def loaded_by(*words: str, cwd: Path | None = None) -> set[str]:
+    """The same, packages alone."""
+    return {each.partition(".")[0] for each in modules_loaded_by(*words, cwd=cwd)}
 
 
 COMMAND = "import sys; from pulsetrain.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -139,9 +151,6 @@ READING = [
     "export a --format perfetto",
 ]  # fmt: skip
 SLOW = {"torch", "ignite", "numpy", "structlog"}  # to import
-
-
-PACKAGES = ["pulsetrain", "pulsetrain.engine", "pulsetrain.handlers", "pulsetrain.engine.recording"]
 
 
 @pytest.mark.parametrize("package", slow_but(PACKAGES[-1:], PACKAGES))
@@ -165,6 +174,18 @@ def test_reading_a_log_from_the_command_line_imports_nothing_slow(words: str, tm
             writer.add(LoggedEvent(n, "trainer", "iteration_completed", 1, n, output={"loss": 0.5}, seq=n, t=10**18))
         writer.end()
     assert not loaded_by(COMMAND, *shlex.split(words), cwd=tmp_path) & SLOW
+
+
+def test_listing_known_runs_imports_only_what_it_needs(tmp_path: Path):
+    with closing(LogWriter(tmp_path / "a" / "events")) as writer:
+        writer.add(LoggedEvent(0, "trainer", "completed", seq=0, t=10**18))
+        writer.end()
+    (tmp_path / "a" / "config.yaml").write_text("{training: {seed: 0}}")
+    first, second = (modules_loaded_by(COMMAND, "runs", str(tmp_path)) for _ in range(2))
+    assert {"yaml", "zstandard"} <= first
+    recording = "pulsetrain.engine.recording"
+    others = {f"{recording}.diff.compare", f"{recording}.log.writer", f"{recording}.replay.playback"}
+    assert not second & {*SLOW, *others, "yaml", "zstandard", "hashlib", "json", "csv", "pickle", "difflib", "tempfile"}
 
 
 @pytest.mark.slow
@@ -193,3 +214,8 @@ def test_importing_a_name_leaves_the_garbage_collector_as_it_was(enabled):
     code += "import pulsetrain\ntry: pulsetrain.Nothing\nexcept AttributeError: print(gc.isenabled())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(enabled)
+
+
+def test_a_replay_imports_no_backend():
+    code = "import sys, pulsetrain.reproduce.what_if; assert 'pulsetrain.engine.backends.torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pulsetrain.cli import main
 from pulsetrain.cli.launch import Launch
 from pulsetrain.config import TrainingConfig
 from pulsetrain.configuration.assemble import BACKENDS, STRATEGIES
@@ -113,6 +114,16 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(site:
     trainer = (site / "reference" / "pulsetrain.html").read_text()
     assert 'id="pulsetrain.trainer.Trainer"' in trainer
     assert "&gt;&gt;&gt;" in trainer
+
+
+@pytest.mark.slow
+def test_the_site_has_a_list_of_all_examples(site: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["examples"]) == 0
+    printed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()]
+    listed = [name for name, _ in printed if name != "copy"]
+    page = (site / "examples.html").read_text()
+    assert re.findall(r"<td><code>(\w+)</code></td>", page) == listed
+    assert 'href="examples.html"' in (site / "tutorial.html").read_text()
 
 
 @needs_chromium[0]

@@ -322,7 +322,7 @@ def lightning(task: Task, folder: Path) -> Train:
     def train() -> None:
         module = Module()
         callbacks = [
-            ModelCheckpoint(folder, monitor="val/loss", save_last=True), EarlyStopping("val/loss", patience=3),
+            ModelCheckpoint(folder, monitor="val/loss", save_last="link"), EarlyStopping("val/loss", patience=3),
             LearningRateMonitor("step"),
         ]  # fmt: skip
         trainer = LightningTrainer(

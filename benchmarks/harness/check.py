@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.harness.machine import BOUNDS_SET_ON
-from benchmarks.harness.results import HOLDS, MISSED, NOT_MEASURED, UNBOUNDED, Report, Row, number, status
+from benchmarks.harness.machine import BOUNDS_REFERENCE_MS
+from benchmarks.harness.results import HOLDS, MISSED, NOT_MEASURED, Report, Row, number, status
 from benchmarks.harness.run import Outcome
 
 __all__ = ["SLACK", "Finding", "check", "summary"]
@@ -24,7 +25,7 @@ class Finding:
     row: str
     text: str
     verdict: str
-    goal: str = ""  # see Row.missed_goal
+    goal: str = ""  # see Row.open_goal
 
 
 def check(
@@ -32,8 +33,9 @@ def check(
 ) -> list[Finding]:
     """Run each benchmark, and compare every row that has a bound.
 
-    The short form compares ratios alone, with slack, and runs a benchmark again before it reports a missed bound: a row
-    is missed if it is missed twice.
+    A benchmark that misses a bound runs again before that is reported. In the short form, which compares ratios alone,
+    with slack, it runs once more, and a row is missed if both runs miss it. Otherwise it runs twice more, and a row has
+    the verdict of most of its three measurements, which is that of their median.
 
     Args:
         chosen: the benchmarks with their options.
@@ -44,9 +46,10 @@ def check(
     found: list[Finding] = []
     for name, arguments in chosen:
         first = _findings(run(name, arguments), short)
-        if short and any(each.verdict == MISSED for each in first):
+        if any(each.verdict == MISSED and (short or each.row) for each in first):
             show(f"{name}: a bound is missed; measuring again")
-            first = _better(first, _findings(run(name, arguments), short))
+            second = _findings(run(name, arguments), short)
+            first = _better(first, second) if short else _most(first, second, _findings(run(name, arguments), short))
         show("\n".join(f"{each.verdict:<14}{each.benchmark}: {each.text}" for each in first) or f"{name}: no bounds")
         found += first
     return found
@@ -58,15 +61,12 @@ def summary(found: Sequence[Finding], *, short: bool) -> tuple[str, int]:
     words = {HOLDS: "hold", MISSED: "missed", NOT_MEASURED: "not measured"}
     counts = [f"{verdicts.count(verdict)} {word}" for verdict, word in words.items() if verdict in verdicts]
     lines = [f"{MISSED}: {each.benchmark}: {each.text}" for each in found if each.verdict == MISSED]
-    lines += [
-        f"{each.goal}: {each.benchmark}: {each.row}"
-        for each in found
-        if each.goal and each.verdict in (HOLDS, UNBOUNDED)
-    ]
+    lines += [f"{each.goal}: {each.benchmark}: {each.row}" for each in found if each.goal]
     lines.append(f"bounds: {', '.join(counts) or 'none compared'}")
     if NOT_MEASURED in verdicts and not short:
         lines.append(
-            f"Absolute times count only on an idle machine, on the processor of their bounds: {BOUNDS_SET_ON}."
+            "Absolute times count only on an idle machine, and can be missed only on one whose reference loop takes"
+            f" at most {BOUNDS_REFERENCE_MS} ms."
         )
     code = status(verdicts)
     return "\n".join(lines), 0 if short and code == 3 else code
@@ -85,7 +85,7 @@ def _findings(outcome: Outcome, short: bool) -> list[Finding]:
             row=row.name,
             text=_compared(row, found, slack),
             verdict=verdict,
-            goal=row.missed_goal(times=found.load.compares_times),
+            goal=row.open_goal(found.load),
         )
         for row, verdict in found.verdicts(slack)
         if (row.bound is not None or row.goal is not None) and (row.kind == "ratio" or not short)
@@ -105,3 +105,18 @@ def _better(first: Sequence[Finding], second: Sequence[Finding]) -> list[Finding
     """Of each row the measurement whose bound holds, otherwise the second."""
     held = {each.row: each for each in first if each.verdict == HOLDS}
     return [held.get(each.row, each) if each.verdict == MISSED else each for each in second]
+
+
+def _most(*runs: Sequence[Finding]) -> list[Finding]:
+    """Of each row the last measurement with the verdict of most of them, or that it is missed if all differ."""
+    chosen = []
+    for row in dict.fromkeys(each.row for run in runs for each in run):
+        found = [each for run in runs for each in run if each.row == row]
+        verdict, times = Counter(each.verdict for each in found).most_common(1)[0]
+        if times == 1:
+            verdict = MISSED
+        last = next((each for each in reversed(found) if each.verdict == verdict), found[-1])
+        missed = [each.text for each in found if each.verdict == MISSED]
+        text = f"{last.text} ({verdict} in {times} of {len(found)} measurements)" if missed else last.text
+        chosen.append(replace(last, verdict=verdict, text=text))
+    return chosen

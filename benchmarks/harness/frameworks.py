@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 
 __all__ = [
     "Batch", "Contestant", "Nothing", "Timed", "accelerate", "bare", "fabric", "hugging_face", "ignite", "lightning",
-    "torchtnt",
+    "some_batches", "torchtnt",
 ]  # fmt: skip
 
 FIRST = 300  # iterations before the measurement
 
 Batch = tuple[Tensor, Tensor]
-Contestant = Callable[["Timed", list[Batch], Path], object]
+Contestant = Callable[["Timed", DataLoader[Batch], Path], object]
 
 
 class Timed(nn.Module):
@@ -95,25 +95,32 @@ class _Still(torch.optim.Optimizer):
         """Nothing."""
 
 
-class Batches(Dataset[Batch]):
-    """The batches as a data set, for frameworks that want a DataLoader: `DataLoader(..., batch_size=None)`."""
-
-    def __init__(self, batches: list[Batch]) -> None:
-        self.batches = batches
+class _Batches(Dataset[Batch]):
+    def __init__(self, count: int, draws_nothing: bool = True) -> None:
+        self.draws_nothing = draws_nothing
+        generator = torch.Generator().manual_seed(0)
+        self.batches = [
+            (torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(count)
+        ]
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> Any:
         return self.batches[index]
 
 
-def loader(batches: list[Batch]) -> DataLoader[Any]:
-    """A DataLoader that gives the batches as they are."""
-    return DataLoader(Batches(batches), batch_size=None)
+def some_batches(count: int, *, draws_nothing: bool = True) -> DataLoader[Batch]:
+    """The batches of an epoch, which every contestant gets in the same way.
+
+    Args:
+        count: of the batches.
+        draws_nothing: what the dataset declares; if it does not, our Trainer seeds the generators for each batch.
+    """
+    return DataLoader(_Batches(count, draws_nothing), batch_size=None)
 
 
-def bare(model: Timed, batches: list[Batch], folder: Path) -> None:
+def bare(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
     """The loop that a user would write."""
     optimizer, done = model.optimizer(), 0
     while done < model.last:
@@ -125,7 +132,7 @@ def bare(model: Timed, batches: list[Batch], folder: Path) -> None:
             done += 1
 
 
-def ignite(model: Timed, batches: list[Batch], folder: Path) -> None:
+def ignite(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
     """Pytorch-ignite's supervised trainer."""
     from ignite.engine import create_supervised_trainer
 
@@ -133,13 +140,13 @@ def ignite(model: Timed, batches: list[Batch], folder: Path) -> None:
     engine.run(batches, max_iters=model.last)
 
 
-def fabric(model: Timed, batches: list[Batch], folder: Path) -> None:
+def fabric(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
     """A loop on Lightning Fabric."""
     from lightning.fabric import Fabric
 
     helper = Fabric(accelerator="cpu", devices=1)
     wrapped, optimizer = helper.setup(model, model.optimizer())
-    data, done = helper.setup_dataloaders(loader(batches)), 0
+    data, done = helper.setup_dataloaders(batches), 0
     while done < model.last:
         for inputs, targets in data:
             loss = nn.functional.mse_loss(wrapped(inputs), targets)
@@ -149,7 +156,7 @@ def fabric(model: Timed, batches: list[Batch], folder: Path) -> None:
             done += 1
 
 
-def lightning(model: Timed, batches: list[Batch], folder: Path) -> None:
+def lightning(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
     """Lightning's Trainer, without logger, checkpoints and progress bar."""
     from lightning.pytorch import LightningModule
     from lightning.pytorch import Trainer as LightningTrainer
@@ -166,15 +173,15 @@ def lightning(model: Timed, batches: list[Batch], folder: Path) -> None:
             return model.optimizer()
 
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    LightningTrainer(accelerator="cpu", devices=1, max_steps=model.last, **options).fit(Module(), loader(batches))
+    LightningTrainer(accelerator="cpu", devices=1, max_steps=model.last, **options).fit(Module(), batches)
 
 
-def accelerate(model: Timed, batches: list[Batch], folder: Path) -> None:
+def accelerate(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
     """A loop on Hugging Face's accelerate."""
     from accelerate import Accelerator
 
     helper = Accelerator(cpu=True)
-    wrapped, optimizer, data = helper.prepare(model, model.optimizer(), loader(batches))
+    wrapped, optimizer, data = helper.prepare(model, model.optimizer(), batches)
     done = 0
     while done < model.last:
         for inputs, targets in data:
@@ -185,7 +192,7 @@ def accelerate(model: Timed, batches: list[Batch], folder: Path) -> None:
             done += 1
 
 
-def hugging_face(model: Timed, batches: list[Batch], folder: Path) -> None:
+def hugging_face(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
     """The Trainer of transformers, without reports and checkpoints."""
     from transformers import Trainer as HFTrainer
     from transformers import TrainingArguments
@@ -201,23 +208,24 @@ def hugging_face(model: Timed, batches: list[Batch], folder: Path) -> None:
 
     class OnBatches(HFTrainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return DataLoader(_Named(batches), batch_size=None)
+            return named
 
+    named = DataLoader(_Named(len(batches)), batch_size=None)
     arguments = TrainingArguments(
         str(folder), max_steps=model.last, report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
         disable_tqdm=True, max_grad_norm=0.0,
     )  # fmt: skip
     module = WithLoss()
-    OnBatches(module, arguments, train_dataset=_Named(batches), optimizers=(model.optimizer(), None)).train()
+    OnBatches(module, arguments, train_dataset=named.dataset, optimizers=(model.optimizer(), None)).train()
 
 
-class _Named(Batches):
+class _Named(_Batches):
     def __getitem__(self, index: int) -> Any:
         inputs, targets = self.batches[index]
         return {"inputs": inputs, "labels": targets}
 
 
-def torchtnt(model: Timed, batches: list[Batch], folder: Path) -> None:
+def torchtnt(model: Timed, batches: DataLoader[Batch], folder: Path) -> None:
     """An AutoUnit of torchtnt, without callbacks."""
     from torchtnt.framework.auto_unit import AutoUnit
     from torchtnt.framework.train import train
@@ -230,4 +238,4 @@ def torchtnt(model: Timed, batches: list[Batch], folder: Path) -> None:
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
             return model.optimizer(), None
 
-    train(Unit(module=model, device=torch.device("cpu")), loader(batches), max_steps=model.last)
+    train(Unit(module=model, device=torch.device("cpu")), batches, max_steps=model.last)

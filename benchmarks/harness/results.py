@@ -30,8 +30,8 @@ class Row:
     """One figure and its bound.
 
     A ratio compares two measurements of one run, which took turns; so the machine's load affects both. An absolute
-    figure is a time or a rate, and is compared with its bound only on an idle machine with the processor of the bounds.
-    A size (bytes, memory) does not depend on the load.
+    figure is a time or a rate, and is compared with its bound only on an idle machine. If that is slower than the one
+    that the bounds were set on, a bound can hold but not be missed. A size (bytes, memory) does not depend on the load.
     """
 
     name: str
@@ -45,37 +45,39 @@ class Row:
     at_least: bool = False  # whether bound and goal are the smallest good values; otherwise they are the largest
     also: Mapping[str, float] = field(default_factory=dict)  # further columns of the table, without bounds
 
-    def verdict(self, *, times: bool = True, slack: float = 1.0) -> str:
+    def verdict(self, load: Load, slack: float = 1.0) -> str:
         """Whether the bound holds.
 
         Args:
-            times: whether absolute times may be compared, see `Load.compares_times`.
+            load: of the machine, meanwhile.
             slack: how many times a ratio may exceed its bound.
         """
         if self.bound is None:
             return UNBOUNDED
-        if math.isnan(self.measured) or (self.kind == "absolute" and not times):
-            return NOT_MEASURED
         factor = slack if self.kind == "ratio" else 1.0
-        return HOLDS if self._reaches(self.bound / factor if self.at_least else self.bound * factor) else MISSED
+        return self._compared(self.bound / factor if self.at_least else self.bound * factor, load)
 
     @property
     def limit(self) -> str:
         """The bound with its direction; empty if there is none."""
         return "" if self.bound is None else f"{self._direction} {self.bound:,.9g}"
 
-    def missed_goal(self, *, times: bool = True) -> str:
-        """The goal, if it was measured and not reached; else empty."""
-        if self.goal is None or math.isnan(self.measured) or (self.kind == "absolute" and not times):
-            return ""
-        return "" if self._reaches(self.goal) else f"goal {self._direction} {self.goal:,.9g} missed"
+    def open_goal(self, load: Load) -> str:
+        """The goal with what is known of it, unless it was reached; else empty."""
+        verdict = HOLDS if self.goal is None else self._compared(self.goal, load)
+        return "" if verdict == HOLDS else f"goal {self._direction} {self.goal:,.9g} {verdict}"
 
     @property
     def _direction(self) -> str:
         return ">=" if self.at_least else "<="
 
-    def _reaches(self, value: float) -> bool:
-        return self.measured >= value if self.at_least else self.measured <= value
+    def _compared(self, value: float, load: Load) -> str:
+        absolute = self.kind == "absolute"
+        if math.isnan(self.measured) or (absolute and not load.is_idle):
+            return NOT_MEASURED
+        if self.measured >= value if self.at_least else self.measured <= value:
+            return HOLDS
+        return NOT_MEASURED if absolute and load.is_slow else MISSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class Report:
 
     def verdicts(self, slack: float = 1.0) -> list[tuple[Row, str]]:
         """Each row with its verdict."""
-        return [(row, row.verdict(times=self.load.compares_times, slack=slack)) for row in self.rows]
+        return [(row, row.verdict(self.load, slack)) for row in self.rows]
 
     def to_json(self) -> str:
         """One JSON object in one line."""
@@ -184,8 +186,10 @@ def table(found: Report, rows: Sequence[str] | None = None) -> str:
         cells = [f"{row.name}, {row.unit}" if row.unit else row.name, number(row.measured)]
         cells += [number(row.least), number(row.most)] if spread else []
         cells += [number(row.also.get(name)) for name in extra]
-        said = row.missed_goal(times=found.load.compares_times) if verdict in (HOLDS, UNBOUNDED) else verdict
-        lines.append([*cells, *([row.limit, said] if bounded else [])])
+        said = "" if verdict == HOLDS else verdict
+        goal = row.open_goal(found.load)
+        goal = goal.removesuffix(verdict).rstrip() if said else goal
+        lines.append([*cells, *([row.limit, "  ".join(filter(None, [said, goal]))] if bounded else [])])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [_aligned(line, widths) for line in lines]
     return "\n".join([*text, *found.notes, str(found.load)])

@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
@@ -24,24 +25,35 @@ from pulsetrain.engine.distributed.ranks import Ranks
 
 __all__ = ["of_a_group", "requests_of_joining", "requests_per_second", "seconds_of_a_sum"]
 
+PATIENCE = 60  # seconds beyond those of the measurement until a client of a store has to have answered
+
 
 def requests_per_second(clients: int, seconds: float = 1.0) -> float:
     """How many requests a TCPStore answers; each client is a process, and all share the cores with the store."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("there", "")
     context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe()
-    processes = [context.Process(target=_ask, args=(store.port, clients, seconds, theirs)) for _ in range(clients)]
+    (mine, theirs), ports = context.Pipe(), context.SimpleQueue()
+    processes = [
+        context.Process(target=_ask, args=(ports, clients, seconds, theirs), daemon=True) for _ in range(clients)
+    ]
     for process in processes:
         process.start()
-    found: list[tuple[int, float]] = [mine.recv() for _ in processes]
+    # after the forks: in a child, a lock that the store's thread holds meanwhile would never be free again
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("there", "")
+    for _ in processes:
+        ports.put(store.port)
+    found: list[tuple[int, float]] = []
+    for _ in processes:
+        if not mine.poll(seconds + PATIENCE):
+            raise RuntimeError(f"{len(found)} of {clients} clients of a store have answered within {PATIENCE} s")
+        found.append(mine.recv())
     for process in processes:
         process.join()
     return sum(count / taken for count, taken in found)
 
 
-def _ask(port: int, clients: int, seconds: float, connection: Connection) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=False)
+def _ask(ports: SimpleQueue[int], clients: int, seconds: float, connection: Connection) -> None:
+    store = TCPStore("127.0.0.1", ports.get(), is_master=False)
     store.add("come", 1)
     while store.add("come", 0) < clients:
         time.sleep(0.01)

@@ -1,22 +1,27 @@
 """Backends compute gradients and apply them."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from pulsetrain.engine.backends.functional import FunctionalBackend
-from pulsetrain.engine.backends.jax import JaxBackend  # imports jax when it is constructed
-from pulsetrain.engine.backends.megatron import MegatronBackend  # imports megatron.core when it is constructed
-from pulsetrain.engine.backends.megatron_models import MegatronGPT, megatron_llama
-from pulsetrain.engine.backends.torch import TorchBackend
-from pulsetrain.engine.step.backend import Backend
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BACKENDS",
-    "FunctionalBackend",
-    "JaxBackend",
-    "MegatronBackend",
-    "MegatronGPT",
-    "TorchBackend",
-    "megatron_llama",
-]
+if TYPE_CHECKING:
+    from pulsetrain.engine.backends.functional import FunctionalBackend
+    from pulsetrain.engine.backends.jax import JaxBackend
+    from pulsetrain.engine.backends.megatron import MegatronBackend
+    from pulsetrain.engine.backends.megatron_models import MegatronGPT, megatron_llama
+    from pulsetrain.engine.backends.torch import TorchBackend
+else:  # imported when they are used: a replay needs none of them
+    from pulsetrain.engine.lazy_names import lazy_names
 
-BACKENDS: dict[str, Callable[..., Backend]] = {"torch": TorchBackend, "jax": JaxBackend, "megatron": MegatronBackend}
+    _, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "pulsetrain.engine.backends.functional": ("FunctionalBackend",),
+            "pulsetrain.engine.backends.jax": ("JaxBackend",),
+            "pulsetrain.engine.backends.megatron": ("MegatronBackend",),
+            "pulsetrain.engine.backends.megatron_models": ("MegatronGPT", "megatron_llama"),
+            "pulsetrain.engine.backends.torch": ("TorchBackend",),
+        },
+    )
+
+__all__ = ["FunctionalBackend", "JaxBackend", "MegatronBackend", "MegatronGPT", "TorchBackend", "megatron_llama"]

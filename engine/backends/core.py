@@ -169,5 +169,5 @@ class TrainerCore:
             if on_step is not None:
                 on_step(result)
         if state is model_state:
-            raise ValueError("TrainerCore.train_epoch(batches): no batch was given; an iterator can be read once")
+            raise ValueError("TrainerCore.train_epoch(batches): no batch was given; an iterator can be read only once")
         return state

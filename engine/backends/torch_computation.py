@@ -52,7 +52,7 @@ def find_device(device: str | torch.device = "auto") -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError:
-        rule = f"no such device; this machine has {', '.join(present)}; or 'auto', the accelerator if there is one"
+        rule = f"no such device; choose one of {', '.join(present)}, or 'auto' for the accelerator if there is one"
         raise ConfigurationError(rule, device=device) from None
     if str(found) not in present and found.type != "meta":
         rule = f"is not on this machine; choose one of {', '.join(present)}, or 'auto'"
@@ -183,7 +183,7 @@ class TorchComputation:
         """The model where it is, with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
             if isinstance(model, type) and issubclass(model, nn.Module):
-                raise ArgumentTypeError(f"needs an object, as {model.__name__}(...)", "TorchBackend", model=model)
+                raise ArgumentTypeError(f"needs an object, such as {model.__name__}(...)", "TorchBackend", model=model)
             raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
             raise ConfigurationError(

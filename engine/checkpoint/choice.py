@@ -17,7 +17,7 @@ from pulsetrain.engine.logs import get_logger
 __all__ = ["best_of", "latest_of", "load_checkpoint", "resolve"]
 
 LATEST = "latest"
-_NAMED = "name the folder of a checkpoint, or of a run for its latest one, or RUN/best"
+_NAMED = "pass a checkpoint's folder, a run folder (for its latest checkpoint), or RUN/best"
 
 
 def load_checkpoint(
@@ -85,7 +85,7 @@ def resolve(path: str | os.PathLike[str]) -> Location:
     if not files.exists(folder):
         near = nearest(folder.name, (LATEST, BEST))
         hint = f"; did you mean {str(folder.parent / near[0])!r}?" if near else ""
-        raise CheckpointError(f"{folder}: no checkpoint there: it does not exist; {_NAMED}{hint}")
+        raise CheckpointError(f"{folder}: does not exist; {_NAMED}{hint}")
     return folder  # which reading refuses
 
 

@@ -16,6 +16,7 @@ from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.frozen import LeftOut, check_left_out, left_out_of
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl, location_of
 from pulsetrain.engine.checkpoint.pieces import StoredTensor
+from pulsetrain.engine.checkpoint.validated import validated_weights
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Mismatch", "compare_weights", "load_safetensors", "load_weights", "save_safetensors", "take_dtypes"]
@@ -105,8 +106,12 @@ def load_weights(
     prefix: str = "",
     new_prefix: str = "",
     strict: bool = True,
+    averages: bool = True,
 ) -> Mismatch:
     """Load only the weights of a checkpoint into a model, converted to the model's dtype and device.
+
+    They are those that the run validated with: where EMA or SWA did that with averages, the averages. A log line says
+    so.
 
     Of a model with adapters, the checkpoint may hold the adapters alone, and the digest of the rest: the model has to
     have those weights already.
@@ -127,13 +132,15 @@ def load_weights(
         prefix: load only entries whose names begin with it, and remove it from their names.
         new_prefix: added to their names. Entries of the model without it are neither loaded nor reported missing.
         strict: raise if the weights do not fit; else load those that fit.
+        averages: with False, load the weights that were trained in any case. It concerns the key "model".
 
     Returns:
         What did not fit; with `strict`, nothing.
 
     Raises:
         CheckpointError: as `load_checkpoint`; or the weights do not fit, or no entry has the prefix, or what the
-            checkpoint has left out differs in the model. The model is unchanged.
+            checkpoint has left out differs in the model, or the averages are not of the model's weights, or SWA has not
+            measured the statistics of batch normalisation with them. The model is unchanged.
     """
     checkpoint = load_checkpoint(path)
     weights = checkpoint if key is None else checkpoint.get(key)
@@ -145,7 +152,10 @@ def load_weights(
         )
     whole = key == "model" and not prefix and not new_prefix
     left_out = left_out_of(checkpoint) if whole else None
-    return _load(model, weights, f"load_weights({str(path)!r})", prefix, new_prefix, strict, left_out)
+    caller = f"load_weights({str(path)!r})"
+    if key == "model" and averages:
+        weights = validated_weights(checkpoint, caller)
+    return _load(model, weights, caller, prefix, new_prefix, strict, left_out)
 
 
 def save_safetensors(

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -101,6 +102,7 @@ class KeyedOrder:
         elif type(sampler) is DistributedSampler:
             self._shuffle, self._ranks, self._rank = sampler.shuffle, sampler.num_replicas, sampler.rank
             self._even = sampler.drop_last
+        self._of_loader = loader.dataset
         self._dataset: Any = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
         self._length = length_of(loader)
         self._keyed = not draws_nothing(loader)
@@ -154,14 +156,22 @@ class KeyedOrder:
             at_position()
 
     def rows(self, number: int, position: int) -> list[Any]:
-        """The sample indices of the batch at a position of a pass; empty after its end."""
-        found: object = next(self._batches(self._draw(number, position)), [])
+        """The sample indices of the batch at a position of a pass; empty after its end.
+
+        It is also empty for a sampler of the user's that cannot be copied: the pass in progress draws from the sampler.
+        """
+        drawn = self._draw(number, position) if self._shuffle is not None else self._draw_from_copy(number, position)
+        found: object = next(self._batches(drawn), [])
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def __iter__(self) -> Iterator[Any]:
         number, position = self.number, self.position
         drawn, self._drawn = self._drawn, None
-        for indices in self._batches(self._draw(number, position) if drawn is None else drawn):
+        source = self._draw(number, position) if drawn is None else drawn
+        if not self._keyed and not self.batched and self._ranks == 1:
+            yield from source  # nothing is seeded or shared out: as little as possible between sampler and loader
+            return
+        for indices in self._batches(source):
             yield from self._reads(indices, number, position)
             position += self.step
 
@@ -200,18 +210,30 @@ class KeyedOrder:
         generator = torch.Generator().manual_seed(rng.derive(self.seed, number))
         return iter(torch.randperm(count, generator=generator)[position : self.samples].tolist())
 
-    def _draw_from(self, number: int, position: int) -> Iterator[Any]:
-        """The sampler's own order from a position on, drawn from a separate random stream."""
+    def _draw_from(self, number: int, position: int, copied: Any = None) -> Iterator[Any]:
+        """The sampler's own order from a position on, or that of its copy, drawn from a separate random stream."""
         draws = rng.Draws(rng.derive(self.seed, number))
-        if callable(getattr(self._sampler, "set_epoch", None)):
-            self._sampler.set_epoch(number - 1)
-        for holder in (self._sampler, getattr(self._sampler, "sampler", None)):
+        sampler, seed = (self._sampler, seed_generator) if copied is None else (copied, torch.Generator.manual_seed)
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(number - 1)
+        for holder in (sampler, getattr(sampler, "sampler", None)):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
-                seed_generator(generator, rng.derive(self.seed, number))
-        drawn = draws.around(self._sampler)
+                seed(generator, rng.derive(self.seed, number))
+        drawn = draws.around(sampler)
         deque(islice(drawn, position), maxlen=0)
         return drawn
+
+    def _draw_from_copy(self, number: int, position: int) -> Iterator[Any]:
+        """The same order, from a copy of the sampler, which shares the datasets; nothing if it cannot be copied."""
+        holders = (self._sampler, getattr(self._sampler, "sampler", None))
+        held = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+        shared = [self._of_loader, self._dataset, *(each for each in held if isinstance(each, Dataset))]
+        try:
+            copied = deepcopy(self._sampler, {id(each): each for each in shared if each is not None})
+        except Exception:  # of the user's code, such as a generator
+            return iter(())
+        return self._draw_from(number, position, copied)
 
 
 class KeyedLoader:

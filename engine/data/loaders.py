@@ -101,6 +101,20 @@ def draws_from_a_buffer(loader: object) -> bool:
     return False
 
 
+def draws_in_workers(loader: object) -> bool:
+    """Whether reading the rows of a map-style dataset may draw random numbers in worker processes.
+
+    The state of torchdata's StatefulDataLoader lacks the generators of its workers. It reads an `IterableDataset`
+    again itself, unless that keeps a state of its own, which then has to hold what it draws from.
+
+    >>> draws_in_workers(DataLoader(range(3), num_workers=1)), draws_in_workers(DataLoader("abc", num_workers=1))
+    (False, True)
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return loader.num_workers > 0 and not draws_nothing(loader)
+
+
 def begin_stream(loader: object, number: int) -> None:
     """Give a stream of the package datasets the number of the pass that begins: 1, 2, ...
 
@@ -143,7 +157,8 @@ def order_seed(loader: object, seed: int, *, chosen: bool = True) -> int:
     (5, 1)
 
     Args:
-        loader: of any kind.
+        loader: of any kind. A StatefulDataLoader of torchdata that shuffles has to be given the generator itself, since
+            its sampler makes one where it has none.
         seed: the run's.
         chosen: whether the user chose the run's; else that of a DistributedSampler, on which all processes agree, is
             used in its place.
@@ -153,11 +168,19 @@ def order_seed(loader: object, seed: int, *, chosen: bool = True) -> int:
     holders = _holders(loader)
     for holder in holders:
         generator = getattr(holder, "generator", None)
+        if _is_torchdatas_sampler(holder) and generator is not loader.generator:
+            continue  # it has made the generator itself, with a seed from torch's global one
         own = _own_seed(generator) if isinstance(generator, torch.Generator) else None
         if own is not None:
             return own
     shared = next((each.seed for each in holders if isinstance(each, DistributedSampler)), seed)
     return seed if chosen else shared
+
+
+def _is_torchdatas_sampler(sampler: object) -> bool:
+    """Whether it is what torchdata's StatefulDataLoader makes for shuffle=True."""
+    kind = type(sampler)
+    return (kind.__module__, kind.__name__) == ("torchdata.stateful_dataloader.sampler", "RandomSampler")
 
 
 def _holders(loader: DataLoader[Any]) -> list[object]:

@@ -127,6 +127,20 @@ class ControlGroup:
         self._meet("gathering", lambda: torch.distributed.all_gather_object(found, value, group=self._group))
         return found  # type: ignore[return-value]  # all were given
 
+    def sum_by_name(self, pairs: Mapping[str, tuple[float, float]], what: str) -> dict[str, tuple[float, float]]:
+        """The sums over all ranks of two numbers under each name, of which a rank may lack some.
+
+        Args:
+            pairs: this rank's.
+            what: what they are for, in an error.
+
+        Returns:
+            The sums of every name of any rank: those of the first rank first, then further ones of the second, ...
+        """
+        names = list(dict.fromkeys(name for each in self.gather(list(pairs)) for name in each))
+        sums = self.sum([each for name in names for each in pairs.get(name, (0.0, 0.0))], what)
+        return dict(zip(names, zip(sums[::2], sums[1::2], strict=True), strict=True))
+
     def collect(self, value: T) -> list[T]:
         """The value of each rank, in their order, in the main one; empty in the others. Values have to be picklable."""
         if self._group is None:

@@ -319,10 +319,12 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
         get, have = self.dispatch(Events.GET_BATCH_STARTED), self.dispatch(Events.GET_BATCH_COMPLETED)
         begin, end = self.dispatch(Events.ITERATION_STARTED), self.dispatch(Events.ITERATION_COMPLETED)
         start = time.time()
-        if counter and counter == state.epoch_length:
-            return 0.0  # resumed after the epoch's last batch: only EPOCH_COMPLETED is left
         restarted = False  # the loader was exhausted and started again, and has given nothing yet
         try:
+            if self._attention and self._attend():  # a resumed epoch may have to end at once
+                yield
+            if counter and counter == state.epoch_length:
+                return 0.0  # resumed after the epoch's last batch: only EPOCH_COMPLETED is left
             while True:
                 state.batch = None
                 if state.dataloader is None:

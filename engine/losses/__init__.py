@@ -12,7 +12,14 @@ from pulsetrain.engine.losses.policy import (
     ppo_value_loss,
 )
 from pulsetrain.engine.losses.preference import dpo_loss, implicit_rewards
-from pulsetrain.engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss, ignored_label
+from pulsetrain.engine.losses.registry import (
+    Loss,
+    check_first_batch,
+    check_first_loss,
+    class_weights,
+    get_loss,
+    ignored_label,
+)
 from pulsetrain.engine.losses.regression import huber, l1, mse
 from pulsetrain.engine.losses.tokens import entropy, masked_sum_log_probs, token_log_probs
 from pulsetrain.engine.losses.unpaired import kto_loss
@@ -23,6 +30,7 @@ __all__ = [
     "bradley_terry_loss",
     "check_first_batch",
     "check_first_loss",
+    "class_weights",
     "clip_fraction",
     "cross_entropy",
     "dpo_loss",

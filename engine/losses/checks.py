@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,17 @@ from torch import Tensor
 from pulsetrain.engine.arrays import Array, has_values
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["check_finite", "check_labels", "check_probabilities", "readable", "reject", "warn_of_probabilities"]
+__all__ = [
+    "check_finite",
+    "check_labels",
+    "check_probabilities",
+    "readable",
+    "reject",
+    "warn_of_sigmoid",
+    "warn_of_softmax",
+]
 
+_ENOUGH = 20  # values, of which logits are hardly ever all positive
 _logger = get_logger("engine")
 
 
@@ -84,23 +94,42 @@ def check_probabilities(place: str, targets: Array) -> None:
     reject(place, "targets", targets, ~((targets >= 0) & (targets <= 1)), "needs probabilities from 0 to 1", remedy)
 
 
-def warn_of_probabilities(place: str, outputs: object) -> None:
+def warn_of_softmax(place: str, outputs: object) -> None:
     """Warns if each row of the logits, shape (rows, classes), sums to 1, as after a softmax; only in training."""
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < 2:
-        return
-    if not outputs.requires_grad or not has_values(outputs):
-        return
-    rows = outputs.detach()[:100].float()
-    try:
-        are_probabilities = bool((rows >= 0).all() & ((rows.sum(-1) - 1).abs() < 1e-3).all())
-    except RuntimeError:  # values inside of torch.func.vmap cannot be read
-        return
-    if are_probabilities:
+
+    def sums_to_1(values: Tensor) -> Tensor:
+        return (values >= 0).all() & ((values.sum(-1) - 1).abs() < 1e-3).all()
+
+    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] >= 2 and _are(outputs, sums_to_1):
         _logger.warning(
             "each row of the model's output sums to 1, as after a softmax, and the loss applies one itself; let the "
             "model return the logits",
             loss=place,
         )
+
+
+def warn_of_sigmoid(place: str, outputs: object) -> None:
+    """Warns if all logits, of any shape, lie between 0 and 1, as after a sigmoid; only in training."""
+
+    def are_shares(values: Tensor) -> Tensor:
+        return ((values > 0) & (values < 1)).all()  # neither is true of a model whose weights are still 0
+
+    if isinstance(outputs, Tensor) and outputs.numel() >= _ENOUGH and _are(outputs, are_shares):
+        _logger.warning(
+            "all outputs of the model lie between 0 and 1, as after a sigmoid, and the loss applies one itself; "
+            "let the model return the logits",
+            loss=place,
+        )
+
+
+def _are(outputs: Tensor, condition: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the condition is true of the first rows of a model that is trained."""
+    if not outputs.requires_grad or not has_values(outputs):
+        return False
+    try:
+        return bool(condition(outputs.detach()[:100].float()))
+    except RuntimeError:  # values inside of torch.func.vmap cannot be read
+        return False
 
 
 def readable(targets: Array) -> Tensor | np.ndarray[Any, Any]:

@@ -15,11 +15,17 @@ from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.arrays import Array, has_values, is_array, is_floating, namespace
 from pulsetrain.engine.class_indices import is_integral
 from pulsetrain.engine.errors import ConfigurationError, did_you_mean
-from pulsetrain.engine.losses.checks import check_finite, check_labels, check_probabilities, warn_of_probabilities
+from pulsetrain.engine.losses.checks import (
+    check_finite,
+    check_labels,
+    check_probabilities,
+    warn_of_sigmoid,
+    warn_of_softmax,
+)
 from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
 from pulsetrain.engine.losses.regression import huber, l1, mse
 
-__all__ = ["Loss", "check_first_batch", "check_first_loss", "get_loss", "ignored_label"]
+__all__ = ["Loss", "check_first_batch", "check_first_loss", "class_weights", "get_loss", "ignored_label"]
 
 Loss = Callable[[Array, Array], Array]
 """`loss(outputs, targets)`: shape ()."""
@@ -36,6 +42,8 @@ _NAMED: dict[str, Loss] = {
 
 _OVER_LABELS = (cross_entropy, focal_loss)
 _OVER_PROBABILITIES = (bce_with_logits,)
+_TORCHS_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+_TORCHS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def get_loss(name_or_callable: str | Loss, **options: object) -> Loss:
@@ -82,19 +90,41 @@ def ignored_label(loss: str | Loss) -> int | None:
     (-100, 0, None)
 
     Args:
-        loss: a loss of this package by name, as a function or as a `functools.partial`, or an instance of
-            nn.CrossEntropyLoss or nn.NLLLoss.
+        loss: a loss of this package by name; one of these, F.cross_entropy or F.nll_loss as a function or as a
+            `functools.partial`; or an instance of nn.CrossEntropyLoss or nn.NLLLoss.
     """
     function, options = _opened(loss)
-    if function in _OVER_LABELS:
+    if function in (*_OVER_LABELS, *_TORCHS_FUNCTIONS):
         return int(options.get("ignore_index", -100))
-    return function.ignore_index if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+    return function.ignore_index if isinstance(function, _TORCHS_MODULES) else None
+
+
+def class_weights(loss: str | Loss) -> Tensor | None:
+    """The weight of each class, shape (classes,), if the loss is a mean weighted by them; None for any other loss.
+
+    torch divides the sum over the labels by the sum of their weights, with label_smoothing as well; over targets that
+    are probabilities, it divides by their number.
+
+    >>> class_weights(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0])))
+    tensor([1., 2.])
+
+    Args:
+        loss: nn.CrossEntropyLoss or nn.NLLLoss with a `weight`, or a `functools.partial` of F.cross_entropy or
+            F.nll_loss with one.
+    """
+    function, options = _opened(loss)
+    if isinstance(function, _TORCHS_MODULES):
+        options = {"weight": function.weight, "reduction": function.reduction}
+    elif function not in _TORCHS_FUNCTIONS:
+        return None
+    return options.get("weight") if options.get("reduction", "mean") == "mean" else None
 
 
 def check_first_batch(loss: str | Loss, outputs: Array, targets: Array) -> None:
     """Rejects targets whose values are invalid for the loss; it waits for the device, so call it once a run.
 
     Labels must be classes of the outputs, probabilities lie from 0 to 1, and other floating point targets be finite.
+    Outputs to which a softmax or a sigmoid has been applied are warned of, where the loss applies one itself.
     Targets that are not arrays, or whose shape or dtype the loss itself rejects, are left to the loss. So are tracers
     inside `jax.jit`, which have no values.
 
@@ -122,9 +152,12 @@ def check_first_batch(loss: str | Loss, outputs: Array, targets: Array) -> None:
         if shape and targets.shape == shape[:-1] and is_integral(targets):
             ignored = getattr(function, "ignore_index", options.get("ignore_index", -100))
             check_labels(place, outputs, targets, ignored)
-            warn_of_probabilities(place, outputs)
+            warn_of_softmax(place, outputs)
     elif function in _OVER_PROBABILITIES and is_floating(targets):
         check_probabilities(place, targets)
+        warn_of_sigmoid(place, outputs)
+    elif function is F.binary_cross_entropy_with_logits or isinstance(function, nn.BCEWithLogitsLoss):
+        warn_of_sigmoid(place, outputs)
     elif function in _NAMED.values() and is_floating(targets):
         check_finite(place, targets)
 

@@ -41,7 +41,7 @@ def check_classes_last(place: str, logits: Array, targets: Array) -> None:
         ValueError: the shapes do not fit.
         TypeError: the targets are not whole numbers.
     """
-    check_class_indices(place, logits, targets, ("logits", "targets"), "for yes and no use bce_with_logits")
+    check_class_indices(place, logits, targets, ("logits", "targets"), "for binary targets, use bce_with_logits")
 
 
 def check_same_shape(place: str, argument: str, values: Array, targets: Array) -> None:

@@ -50,7 +50,8 @@ def sampler_of(
         pad_token: fills the unused positions of a row.
         pad_to: a fixed length for all calls of the model; None uses the length needed.
         agree: of a model that is sharded, which all processes have to call equally often: whether a value is true in
-            any of them. A process whose texts have ended computes with the others until all have.
+            any of them. A process whose texts have ended computes with the others until all have. A sharded
+            `WithValueHead` computes without a cache.
 
     Raises:
         ConfigurationError: the model is sharded, and draws its texts itself.
@@ -67,7 +68,8 @@ def sampler_of(
         sampler: Sampler = own
         return partial(_drawn_by_model, own) if takes(own, "draw", by_name=True) else sampler
     cached = _caching(model)
-    if cached is not None:
+    # of a sharded model only itself gathers all weights when it is called, not the language model inside it
+    if cached is not None and (agree is None or cached[0] is model):
         return partial(_token_by_token, partial(_Cached, *cached, device, pad_token), agree or bool)
 
     def logits_for(tokens: Tensor) -> Array:

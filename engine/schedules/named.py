@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, Literal
 
 from pulsetrain.engine.argument_checks import check_choice, check_positive, is_number, is_whole
@@ -53,7 +53,8 @@ def build_schedule(
 
     The decay spans the updates that the warm-up leaves of total_steps. Defaults: `first_cycle` (cosine_with_restarts)
     is half of these, rounded up; `decay_steps` (wsd) is a tenth of total_steps; `timescale` (inverse_sqrt) is
-    warmup_steps, or 10000 without a warm-up.
+    warmup_steps, or 10000 without a warm-up. `milestones` (multi_step) count from the start of the run, including the
+    warm-up, and have to come after it.
 
     >>> schedule = build_schedule("cosine", 0.1, total_steps=100, warmup_steps=10)
     >>> [round(schedule.get_lr(step), 4) for step in (0, 5, 10, 55, 100)]
@@ -69,7 +70,8 @@ def build_schedule(
 
     Raises:
         ConfigurationError: a name or keyword is unknown, a value is out of range, a parameter without a default is
-            missing, total_steps is missing but needed, or the warm-up leaves nothing of it.
+            missing, total_steps is missing but needed, the warm-up leaves nothing of it, or a milestone is not after
+            the warm-up.
     """
     choices = keywords_of(place, name)
     kind = _NAMED[name]
@@ -99,8 +101,15 @@ def build_schedule(
     if total_steps is not None and is_whole(decay_steps) and decay_steps > total_steps - warmup_steps:
         rule = f"is more than the {total_steps - warmup_steps} updates that {{warmup_steps}} leaves"
         raise ConfigurationError(rule, place, decay_steps=decay_steps, warmup_steps=warmup_steps)
-    schedule = kind(**parameters)
-    return Warmup(learning_rate, warmup_steps, warmup_strategy) >> schedule if warmup_steps else schedule
+    schedule: Schedule = kind(**parameters)
+    if not warmup_steps:
+        return schedule
+    if isinstance(schedule, decay.MultiStep):
+        if schedule.milestones[0] <= warmup_steps:
+            rule = "counts from the start of the run, and is not after {warmup_steps}; leave out what is in the warm-up"
+            raise ConfigurationError(rule, place, milestones=kwargs["milestones"], warmup_steps=warmup_steps)
+        schedule = replace(schedule, milestones=tuple(each - warmup_steps for each in schedule.milestones))
+    return Warmup(learning_rate, warmup_steps, warmup_strategy) >> schedule
 
 
 def keywords_of(place: str, name: str) -> tuple[str, ...]:

@@ -157,10 +157,8 @@ class Accumulation:
             needed = self.rule.batches_at(update)
             if needed is None:  # by tokens
                 self._expected = self.rule.tokens
-            else:  # at least 1, should the first batch count nothing
-                self._expected = (
-                    torch.where(size > 0, size, torch.ones_like(size)) if isinstance(size, Tensor) else size
-                ) * needed
+            else:  # at least 1, should the first batch count nothing, or next to nothing: the others would weigh 1e9
+                self._expected = (size.clamp(min=1) if isinstance(size, Tensor) else max(size, 1)) * needed
         assert self._expected is not None
         return _exact(size) / self._expected
 

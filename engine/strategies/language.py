@@ -338,10 +338,10 @@ class NextTokenStrategy(LanguageStrategy):
     """Base class of pretraining and fine-tuning: targets are tokens, or -100 where nothing is trained on.
 
     Args:
-        loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`.
+        loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`; `ignore_index` has to be -100.
 
     Raises:
-        ConfigurationError: an option is unknown.
+        ConfigurationError: an option is unknown, or another `ignore_index` is given.
     """
 
     takes_shards = takes_pipelines = True  # it calls the model as a whole
@@ -351,8 +351,14 @@ class NextTokenStrategy(LanguageStrategy):
         options = loss_options or {}
         with raised_by(self._place, lambda option, value: ("loss_options", {option: value})):
             self._loss = get_loss("cross_entropy", **options)
+        ignored = options.get("ignore_index", IGNORED)
+        if ignored != IGNORED:  # a batch's weight counts the tokens that are not -100
+            raise ConfigurationError(
+                f"needs {IGNORED}; leave it out, and let the loader return an 'attention_mask' that is 0 for padding",
+                self._place,
+                loss_options={"ignore_index": ignored},
+            )
         self._plain = not any(options.get(name) for name in ("label_smoothing", "z_loss"))
-        self._is_mean = self._plain and options.get("ignore_index", IGNORED) == IGNORED
 
     @property
     def _is_cross_entropy(self) -> bool:
@@ -383,7 +389,7 @@ class NextTokenStrategy(LanguageStrategy):
         """
         if check:
             self.check_batch(outputs, batch)
-        if self._is_mean and hasattr(outputs, "token_losses"):
+        if self._plain and hasattr(outputs, "token_losses"):
             loss = masked_mean(outputs.token_losses(batch.targets), batch.targets != IGNORED)
         else:
             loss = self._loss(logits_of(outputs), batch.targets)

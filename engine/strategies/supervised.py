@@ -7,11 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
-from pulsetrain.engine.arrays import Array, is_array, require_tensor
+from pulsetrain.engine.arrays import Array, at_least_float32, is_array, require_tensor
 from pulsetrain.engine.errors import ArgumentTypeError, nearest, raised_by
-from pulsetrain.engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.losses import check_first_batch, check_first_loss, class_weights, get_loss, ignored_label
 from pulsetrain.engine.step.log_point import split_loss
 from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
@@ -31,7 +32,9 @@ class SupervisedStrategy:
     {"input_ids", "attention_mask", "labels"}, or {"pixel_values", "labels"}.
 
     A batch's weight is the number of elements that its loss is a mean over: the elements of the targets, and for labels
-    with more than one dimension (such as tokens) or an explicit `ignore_index`, those that are not ignored.
+    with more than one dimension (such as tokens) or an explicit `ignore_index`, those that are not ignored. With
+    torch's cross entropy and a weight for each class, it is the sum of the weights of these labels, relative to the
+    mean weight of the classes.
 
     >>> import torch
     >>> strategy = SupervisedStrategy("mse")
@@ -66,6 +69,14 @@ class SupervisedStrategy:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         with raised_by("SupervisedStrategy", _as_argument):
             self._loss = get_loss(loss, **(loss_options or {}))
+        learnable = list(loss.parameters()) if isinstance(loss, nn.Module) else []
+        if count := sum(each.numel() for each in learnable if each.requires_grad):
+            get_logger("engine").warning(
+                "the loss has parameters, and the optimizer updates those of the model only; make the loss a part of "
+                "the model, or freeze it with requires_grad_(False)",
+                loss=self.loss_name,
+                parameters=count,
+            )
         if target is not None and not isinstance(target, str):
             raise ArgumentTypeError("needs the name of a field", "SupervisedStrategy", target=target)
         self.target = target
@@ -73,6 +84,7 @@ class SupervisedStrategy:
         self._ignored = ignored_label(self._loss)
         # a class label that nobody has named as ignored is taken to be a label: counting costs every step
         self._counts_labels = self._ignored not in (None, -100) or "ignore_index" in (loss_options or {})
+        self._weighs_classes = class_weights(self._loss) is not None
 
     def prepare_batch(self, batch: object) -> TrainingBatch:
         """The pair as inputs and targets; torch tensors, also for other backends.
@@ -92,11 +104,21 @@ class SupervisedStrategy:
             require_tensor("SupervisedStrategy", "targets", targets)
             return TrainingBatch(inputs, targets, _rows(inputs))
         samples = targets.shape[0] if targets.ndim else 1
-        if targets.ndim == 1 and not self._counts_labels:
+        if targets.ndim == 1 and not (self._counts_labels or self._weighs_classes):
             return TrainingBatch(inputs, targets, samples)
         if self._ignored is not None and not targets.is_floating_point():
-            return TrainingBatch(inputs, targets, samples, 0, (targets != self._ignored).sum())
+            return TrainingBatch(inputs, targets, samples, 0, self._size_of(targets, targets != self._ignored))
         return TrainingBatch(inputs, targets, samples, 0, targets.numel())
+
+    def _size_of(self, labels: Tensor, counted: Tensor) -> Tensor:
+        """What the mean over labels is divided by, shape (): how many count, or the sum of their relative weights."""
+        given = class_weights(self._loss)
+        if given is None:
+            return counted.sum()
+        weights: Tensor = at_least_float32(given.detach().to(labels.device))
+        weights = weights / weights.mean()  # so that sizes are about those of batches whose labels are counted
+        # a label outside the classes is left to the loss, which names it
+        return (weights[labels.long().clamp(0, len(weights) - 1)] * counted).sum()
 
     def prepare_inputs(self, batch: Tree) -> Tree:
         """What the model is called with to predict: the batch without its targets, if it has any.

@@ -31,7 +31,7 @@ class WithValueHead(nn.Module):
     >>> model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
     >>> logits, values = WithValueHead(model, head="1")(torch.tensor([[1, 2, 3]]))
     >>> logits.shape, values
-    (torch.Size([1, 3, 5]), tensor([[0., 0., 0.]], grad_fn=<SqueezeBackward1>))
+    (torch.Size([1, 3, 5]), tensor([[0., 0., 0.]], grad_fn=<CloneBackward0>))
 
     Args:
         model: a language model; for a Hugging Face model the head is found automatically.
@@ -75,7 +75,8 @@ class WithValueHead(nn.Module):
             handle.remove()
         seen = hidden[-1].to(torch.promote_types(hidden[-1].dtype, self.value.weight.dtype))
         values: Tensor = self.value(seen)
-        return PolicyOutputs(logits_of(outputs), values.squeeze(-1))
+        # copied: torch warns of a sharded module that returns a view
+        return PolicyOutputs(logits_of(outputs), values.squeeze(-1).clone())
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -43,6 +43,18 @@ def standard_library(folder: Path | None = None) -> tuple[list[Path], list[Path]
     return training, validation
 
 
+class ByteTokenizer:
+    """A tokenizer whose tokens are the bytes of a text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes."""
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(tokens).decode(errors="replace")
+
+
 class ByteWindows(Dataset[Tensor]):
     """Concatenated files, cut into windows of context + 1 bytes.
 

@@ -68,6 +68,13 @@ def functions_of_library(context: int, folder: Path | None = None) -> tuple[list
     return training, held_out
 
 
+def prompts_of_library(context: int, longest: int) -> tuple[list[str], list[str]]:
+    """List the signatures of at most so many bytes in the training files, and those only in the validation files."""
+    sides = ((each.signature for each in side) for side in functions_of_library(context))
+    training, held_out = (dict.fromkeys(each for each in side if len(each.encode()) <= longest) for side in sides)
+    return list(training), [each for each in held_out if each not in training]
+
+
 def functions_in(source: str, file: str = "", *, longest: int | None = None) -> list[Function]:
     """List the functions and methods of a module in the order of their lines.
 

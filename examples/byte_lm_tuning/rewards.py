@@ -1,22 +1,32 @@
-"""Rewards for texts that should be Python, decided by Python's own parser."""
+"""Rewards for texts that should be Python: two functions of prompts and completions, for TextRollouts.
+
+A text succeeds if it parses and has at least 3 statements, including its `def`. The form is stricter, since a model
+finds any shortcut, such as writing `return` three times: only statements before a `return` count, and only if they
+differ from each other and use known names. A text whose beginning parses gets part of the reward: so few of the demo's
+texts succeed that hardly any group would contain one. A text without an end is scored up to its last whole line.
+"""
 
 import ast
-import builtins
-import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
+
+from examples.byte_lm_tuning.functions import END
+from examples.byte_lm_tuning.statements import parse, sensible_statements
 
 WANTED = 3  # statements
-LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)  # statements after one of them never run
 
 
-def parse(text: str) -> ast.Module | None:
-    """The text as a module; None if it does not parse."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some texts parse with a warning
-        try:
-            return ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # too many brackets raise the last two
-            return None
+def form(prompts: list[str], completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    return [reward_of(text_of(*each)) for each in zip(prompts, completions, completion_ids, strict=True)]
+
+
+def success(prompts: list[str], completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    return [float(succeeds(text_of(*each))) for each in zip(prompts, completions, completion_ids, strict=True)]
+
+
+def text_of(prompt: str, completion: str, tokens: Sequence[int]) -> str:
+    """The text up to its end or, if it was cut off, up to the end of its last whole line."""
+    text = prompt + completion
+    return text if tokens[-1] == END else text[: text.rfind("\n") + 1]
 
 
 def succeeds(text: str) -> bool:
@@ -36,33 +46,3 @@ def reward_of(text: str) -> float:
         if tree is not None:
             return (end / len(lines) + min(sensible_statements(tree) / WANTED, 1.0)) / 2
     return 0.0
-
-
-def sensible_statements(tree: ast.Module) -> int:
-    """Count the statements after the first that can be reached, differ from all others, and use only known names.
-
-    Known names are parameters, assigned names and Python's builtins. For a compound statement, only the first line must
-    differ from others. `return` and the like do not count: they would be the easiest first line, and a model that
-    starts with one never learns that others are worth more.
-    """
-    nodes = list(ast.walk(tree))
-    known = {*dir(builtins), *(node.arg for node in nodes if isinstance(node, ast.arg))}
-    known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    sensible = set()
-    for statement in list(reachable(tree))[1:]:
-        is_known = all(node.id in known for node in ast.walk(statement) if isinstance(node, ast.Name))
-        if is_known and not isinstance(statement, LEAVING):
-            sensible.add(ast.unparse(statement).partition("\n")[0])
-    return len(sensible)
-
-
-def reachable(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements in the node, in order, except those after a `return` or the like in their block."""
-    for _, block in ast.iter_fields(node):
-        for child in block if isinstance(block, list) else ():
-            if isinstance(child, ast.stmt):
-                yield child
-            if isinstance(child, ast.AST):
-                yield from reachable(child)
-            if isinstance(child, LEAVING):
-                break

@@ -8,21 +8,16 @@ Prompts are masked. Functions are packed into rows of 129 bytes, in which none a
 replies is measured on functions in files that neither this run nor the demo has been trained on. One minute on 2 cores.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_tuning.functions import END, Function, functions_of_library
-from examples.byte_lm_tuning.start import CONTEXT, model_to_start_from
-from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.configuration.claim import resolve_folder
-from pulsetrain.engine import SFTStrategy
+from examples.byte_lm_tuning.start import CONTEXT, command_line, start
+from pulsetrain import Checkpointer, ConsoleLogger, EventRecorder, SampleText, SFTStrategy, Trainer, TrainingConfig
 from pulsetrain.engine.data.chat import tokenize_prompt
 from pulsetrain.engine.data.sequences import Example, pack, pad_examples
-from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder, SampleText
 
 
 def example_of(function: Function, end: int | None = END) -> Example:
@@ -31,16 +26,12 @@ def example_of(function: Function, end: int | None = END) -> Example:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--start", help="run whose weights to start from [the demo's newest in runs/]")
-    parser.add_argument("--run", default="runs/byte_lm_sft-{n}", help="folder for log and checkpoints [%(default)s]")
+    parser = command_line("sft", __doc__)
     parser.add_argument("--epochs", type=int, default=3, help="passes over the functions [%(default)s]")
     parser.add_argument("--functions", type=int, help="how many to train on, and to evaluate on [all that fit]")
-    options = parser.parse_args(arguments)
-
-    model, checkpoint = model_to_start_from(parser, options.start)
+    options, model, checkpoint = start(parser, arguments)
     training, held_out = (side[: options.functions] for side in functions_of_library(CONTEXT))
-    run = resolve_folder(options.run)
+    run = options.run
     print(f"from {checkpoint}: {len(training)} functions to train on, {len(held_out)} held out; run folder {run}")
 
     # A row's first byte is not predicted, so a row may be longer than the context by one.
@@ -49,24 +40,23 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         "replies": [example_of(function) for function in held_out],
         "bodies": [example_of(function, end=None) for function in held_out],
     }
+
+    def answer(prompt: bytes, length: int, **options: Any) -> bytes:
+        return bytes(model.sample([prompt], length, end_token=END, **options)[0]).removesuffix(bytes([END]))
+
     batches = DataLoader(rows, batch_size=8, shuffle=True, collate_fn=pad_examples)
     prompts = [function.signature for function in held_out[:2]]
-    samples = SampleText(prompts, run, every=None, length=CONTEXT, temperature=0.5, generate=answers(model))
+    samples = SampleText(prompts, run, every=None, length=CONTEXT, temperature=0.5, generate=answer)
+    config = TrainingConfig(
+        max_epochs=options.epochs, learning_rate=1e-3, warmup_steps=min(20, options.epochs * len(batches) // 10),
+        schedule="cosine", weight_decay=0.1, no_decay="auto", clip_grad_norm=1.0, log_every_n_steps=20,
+    )  # fmt: skip
     trainer = Trainer(
         model,
         batches,
         {name: DataLoader(each, batch_size=32, collate_fn=pad_examples) for name, each in judged.items()},
         strategy=SFTStrategy(),
-        config=TrainingConfig(
-            max_epochs=options.epochs,
-            learning_rate=1e-3,
-            warmup_steps=min(20, options.epochs * len(batches) // 10),
-            schedule="cosine",
-            weight_decay=0.1,
-            no_decay="auto",
-            clip_grad_norm=1.0,
-            log_every_n_steps=20,
-        ),
+        config=config,
         handlers=[ConsoleLogger(), EventRecorder(run), Checkpointer(run, metric="replies/loss"), samples],
     )
     before = trainer.validate()
@@ -79,15 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         print(f"  {name}: {before[loss]:.3f} -> {history[loss][-1]:.3f} nats per byte, ", end="")
         print(f"{before[right]:.1%} -> {history[right][-1]:.1%} of the bytes predicted")
     return history
-
-
-def answers(model: ByteGPT) -> Callable[..., bytes]:
-    """Generate for SampleText until the model stops."""
-
-    def generate(prompt: bytes, length: int, **options: Any) -> bytes:
-        return bytes(model.sample([prompt], length, end_token=END, **options)[0]).removesuffix(bytes([END]))
-
-    return generate
 
 
 if __name__ == "__main__":

@@ -1,15 +1,40 @@
-"""The model that tuning starts from: a ByteGPT with weights saved by an earlier run."""
+"""How the scripts start: their command line, and a ByteGPT with the weights of an earlier run."""
 
 import re
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.byte_lm.model import ByteGPT
+from pulsetrain.configuration.claim import resolve_folder
 from pulsetrain.engine import CheckpointError
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_weights
 
 CONTEXT = 128  # the demo's
 REMEDY = "`pulsetrain train examples/byte_lm/config.yaml` makes a run to start from"
+
+
+def command_line(name: str, description: str | None) -> ArgumentParser:
+    """Make a parser with the options of all scripts; `start` reads them."""
+    parser = ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--start", help="run whose weights to start from [the demo's newest in runs/]")
+    folder = f"runs/byte_lm_{name}-{{n}}"
+    parser.add_argument("--run", default=folder, help="folder for log and checkpoints [%(default)s]")
+    return parser
+
+
+def start(parser: ArgumentParser, arguments: Sequence[str] | None) -> tuple[Namespace, ByteGPT, Path]:
+    """Read the arguments, and load the model to start from and the name of its checkpoint.
+
+    The run folder in the options has its number. Exits with a remedy if there is no such model.
+    """
+    options = parser.parse_args(arguments)
+    try:
+        model, checkpoint = load_model(options.start)
+    except (FileNotFoundError, CheckpointError) as error:
+        parser.error(str(error))
+    options.run = resolve_folder(options.run)
+    return options, model, checkpoint
 
 
 def load_model(start: str | Path | None = None, context: int = CONTEXT) -> tuple[ByteGPT, Path]:
@@ -35,14 +60,6 @@ def load_model(start: str | Path | None = None, context: int = CONTEXT) -> tuple
     model = ByteGPT(context=context)
     load_weights(model, checkpoint)
     return model, checkpoint
-
-
-def model_to_start_from(parser: ArgumentParser, start: str | None) -> tuple[ByteGPT, Path]:
-    """`load_model` for a script: exits with a remedy if there is no such run."""
-    try:
-        return load_model(start)
-    except (FileNotFoundError, CheckpointError) as error:
-        parser.error(str(error))
 
 
 def newest_demo_run(runs: Path = Path("runs")) -> Path:

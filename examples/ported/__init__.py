@@ -1,4 +1,4 @@
-"""Common programs (a GAN, a small GPT, an actor-critic ...), each in half of the lines that it takes by hand, or fewer.
+"""Common programs (a GAN, a small GPT, an actor-critic ...), each in at most half the lines it takes by hand.
 
     python -m examples.ported.NAME
 

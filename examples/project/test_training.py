@@ -21,7 +21,7 @@ def test_everything_fits_together() -> None:
     assert "val/accuracy" in run_two_batches(build_trainer([]))
 
 
-def test_the_model_can_learn_a_batch_by_heart() -> None:
+def test_the_model_can_memorise_a_batch() -> None:
     assert_overfits(build_trainer([]))
 
 

@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 from pulsetrain.engine import Engine, Event, Events, Phase, TrainingRun, is_training_run
+from pulsetrain.engine.distributed.launcher import started
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import ArgumentTypeError
+from pulsetrain.engine.metrics.reading import canonical
 from pulsetrain.engine.optional import load_optional
+from pulsetrain.engine.recording.log.records import MEASURED
 from pulsetrain.handlers.attachment.attachment import Handler
 
 __all__ = ["HuggingFaceCallbacks"]
@@ -17,10 +21,11 @@ class HuggingFaceCallbacks(Handler):
     """Calls callbacks that derive from transformers' `TrainerCallback`.
 
     They get a `TrainerState` that follows the run (`global_step` counts updates, `epoch` is a fraction, `log_history`
-    holds the logged values), the module, the optimizer and the loaders. Requests in `control` are carried out:
-    `should_training_stop` and `should_epoch_stop` end the run or the epoch, `should_evaluate` validates, `should_save`
-    saves a checkpoint, for which the trainer needs a Checkpointer. `should_log` has no effect: the run logs at its log
-    points. Metrics have transformers' names: "loss", "eval_loss".
+    holds the logged values, other than times, speeds and memory, which only `on_log` gets), the module, the optimizer
+    and the loaders. Requests in `control` are carried out: `should_training_stop` and `should_epoch_stop` end the run
+    or the epoch, `should_evaluate` validates, `should_save` saves a checkpoint, for which the trainer needs a
+    Checkpointer. `should_log` has no effect: the run logs at its log points. Metrics have transformers' names: "loss",
+    "eval_loss".
 
     >>> from transformers import TrainerCallback
     >>> class StopAtThree(TrainerCallback):
@@ -38,7 +43,8 @@ class HuggingFaceCallbacks(Handler):
 
     Args:
         callbacks: in the order in which they are called.
-        args: transformers' TrainingArguments, which some callbacks read; they have no other effect.
+        args: transformers' TrainingArguments, which some callbacks read. After each validation, `state.best_metric`
+            follows their `metric_for_best_model`, as EarlyStoppingCallback needs it. They have no other effect.
 
     Raises:
         ArgumentTypeError: an object is not a TrainerCallback.
@@ -56,6 +62,7 @@ class HuggingFaceCallbacks(Handler):
                 raise ArgumentTypeError(rule, "HuggingFaceCallbacks", callbacks=[each])
         self.callbacks, self.args = list(callbacks), args
         self._state, self._control = module.TrainerState(), module.TrainerControl()
+        self._exportable: type[Any] = module.ExportableState
         self._updates = 0  # at the end of the last batch
 
     def attach(self, engine: Engine) -> Self:
@@ -66,6 +73,9 @@ class HuggingFaceCallbacks(Handler):
         """
         if not is_training_run(engine):
             raise TypeError(f"HuggingFaceCallbacks.attach({type(engine).__name__}): needs a Trainer")
+        here, launched = ranks(), started()
+        self._state.is_world_process_zero = here.is_main
+        self._state.is_local_process_zero = launched.local_rank == 0 if launched.by else here.is_main
         with self._attachment.to(cast(Engine, engine), whole_bus=False) as subscribe:
             for event, deliver in (
                 (Events.STARTED, self._on_started),
@@ -83,16 +93,24 @@ class HuggingFaceCallbacks(Handler):
         return self
 
     def state_dict(self) -> dict[str, object]:
-        """The states of callbacks that have one, such as EarlyStoppingCallback's, and what was logged."""
-        states = [each.state()["attributes"] if hasattr(each, "state") else {} for each in self.callbacks]
-        return {"callbacks": states, "log_history": list(self._state.log_history), "best": self._state.best_metric}
+        """The states of callbacks that export one, such as EarlyStoppingCallback's, the logs and the best metric."""
+        states = [each.state()["attributes"] if isinstance(each, self._exportable) else {} for each in self.callbacks]
+        found = self._state
+        return {
+            "callbacks": states,
+            "log_history": list(found.log_history),
+            "best": found.best_metric,
+            "best_step": found.best_global_step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states, and what was logged."""
+        """Restore the callbacks' states, what was logged, and the best metric."""
         for each, attributes in zip(self.callbacks, state["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(each, name, value)
-        self._state.log_history, self._state.best_metric = list(state["log_history"]), state["best"]
+        found = self._state
+        found.log_history, found.best_metric = list(state["log_history"]), state["best"]
+        found.best_global_step = state.get("best_step")
 
     def _call(self, hook: str, engine: Engine, **more: Any) -> None:
         run = cast(TrainingRun, engine)
@@ -149,16 +167,36 @@ class HuggingFaceCallbacks(Handler):
 
     def _on_logged(self, engine: Engine, event: Event) -> None:
         logs = {name.removeprefix("train/"): value for name, value in event.payload.metrics.items()}
-        self._note(engine, logs)
+        self._note(engine, event, logs)
 
     def _on_validated(self, engine: Engine, event: Event) -> None:
         metrics = {_evaluated(name): value for name, value in event.payload.metrics.items()}
-        self._note(engine, metrics)
+        self._note(engine, event, metrics)
         self._call("on_evaluate", engine, metrics=metrics)
+        self._judge(metrics)  # afterwards, as transformers does: callbacks compare with the best one before
 
-    def _note(self, engine: Engine, logs: dict[str, float]) -> None:
+    def _judge(self, metrics: Mapping[str, float]) -> None:
+        """Note the best value of the metric that `args` name.
+
+        Raises:
+            MetricNotFoundError: the validation lacks it; the message lists those that exist.
+        """
+        wanted = getattr(self.args, "metric_for_best_model", None)
+        if wanted is None:
+            return
+        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        value = metrics[canonical(name, metrics, place="TrainingArguments.metric_for_best_model")]
+        state, is_greater = self._state, self.args.greater_is_better
+        if state.best_metric is None:
+            state.best_metric = float("-inf" if is_greater else "inf")
+        if value > state.best_metric if is_greater else value < state.best_metric:
+            state.best_metric, state.best_global_step = value, state.global_step
+
+    def _note(self, engine: Engine, event: Event, logs: dict[str, float]) -> None:
         self._follow(engine)
-        self._state.log_history.append({**logs, "step": self._state.global_step, "epoch": self._state.epoch})
+        if not event.observed:  # else the checkpoints of equal runs would differ
+            kept = {name: value for name, value in logs.items() if name not in MEASURED}
+            self._state.log_history.append({**kept, "step": self._state.global_step, "epoch": self._state.epoch})
         self._call("on_log", engine, logs=logs)
 
     def _on_saved(self, engine: Engine) -> None:

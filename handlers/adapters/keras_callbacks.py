@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pulsetrain.engine import Engine, Event, Events, Phase, is_training_run
 from pulsetrain.engine.errors import ArgumentTypeError
+from pulsetrain.handlers.adapters.callback_states import load_states, states_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import batch_number
 from pulsetrain.handlers.metric_values.step_values import on_host, scalars
@@ -23,8 +24,9 @@ class KerasCallbacks(Handler):
     """Calls callbacks written for Keras: classes with methods such as `on_epoch_end(epoch, logs)`.
 
     Epochs and batches count from 0, as in Keras. `logs` holds the run's newest metrics under Keras's names: "loss" is
-    the loss of the step, or the mean over the epoch, and "val_loss" that of the validation set "val". `self.model` is
-    the module, with `stop_training`, which ends the run when it is set, and `optimizer`.
+    the loss of the step, or the mean over the epoch, and "val_loss" that of the validation set "val", which
+    `on_test_end` gets as "loss". `self.model` is the module, with `stop_training`, which ends the run when it is set,
+    and `optimizer`. Checkpoints hold the states of callbacks that have `state_dict` and `load_state_dict`.
 
     >>> class Printer:
     ...     def on_epoch_end(self, epoch, logs=None):
@@ -76,6 +78,14 @@ class KerasCallbacks(Handler):
                     subscribe(event, _bound(deliver, wanted), phase=Phase.OBSERVE)
         return self
 
+    def state_dict(self) -> dict[str, object]:
+        """The callbacks' own states."""
+        return states_of(self.callbacks)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the callbacks' own states."""
+        load_states(self.callbacks, state)
+
     def _set_model(self, model: _Model) -> None:
         for each in self.callbacks:
             if callable(getattr(each, "set_model", None)):
@@ -104,7 +114,8 @@ class KerasCallbacks(Handler):
         self._call(hooks, batch_number(engine), {name: float(value) for name, value in found.items()})
 
     def _on_validated(self, hooks: Sequence[str], engine: Engine, event: Event) -> None:
-        self._call(hooks, _keras_names(event.payload.metrics))
+        found = {name.removeprefix("val/"): value for name, value in event.payload.metrics.items()}
+        self._call(hooks, _keras_names(found))
 
     def _on_epoch_completed(self, hooks: Sequence[str], engine: Engine, event: Event) -> None:
         self._call(hooks, engine.state.epoch - 1, _logs(engine))

@@ -7,6 +7,7 @@ from typing import Any, Self, cast
 
 from pulsetrain.engine import Engine, Event, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.handlers.adapters.callback_states import load_states, states_of
 from pulsetrain.handlers.adapters.lightning_trainer import TrainerView
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import batch_number
@@ -105,13 +106,11 @@ class LightningCallbacks(Handler):
 
     def state_dict(self) -> dict[str, object]:
         """The callbacks' own states."""
-        return {"callbacks": [each.state_dict() if hasattr(each, "state_dict") else {} for each in self.callbacks]}
+        return states_of(self.callbacks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the callbacks' own states."""
-        for each, saved in zip(self.callbacks, state["callbacks"], strict=True):
-            if hasattr(each, "load_state_dict"):
-                each.load_state_dict(saved)
+        load_states(self.callbacks, state)
 
     def _wanted(self, *hooks: str) -> list[str]:
         """The hooks that a callback has overridden."""

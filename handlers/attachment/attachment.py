@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Self
 
+from pulsetrain.engine.argument_checks import answer_unknown_keywords
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
@@ -131,7 +132,15 @@ class Attachment:
 
 
 class Handler:
-    """Base class of handlers that are attached to one engine or bus at a time."""
+    """Base class of handlers that are attached to one engine or bus at a time.
+
+    A keyword that a handler's __init__ does not have is answered with the nearest that it has.
+    """
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            answer_unknown_keywords(cls)
 
     @cached_property
     def _attachment(self) -> Attachment:

@@ -11,7 +11,16 @@ from pulsetrain.engine import Engine, Event, EventBus, Events, RecordingError, i
 from pulsetrain.engine.events.names import EventType
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 
-__all__ = ["attribute", "batch_number", "device_of", "handlers_of", "is_run_end", "reject_replay", "settings_of"]
+__all__ = [
+    "attribute",
+    "batch_number",
+    "device_of",
+    "handlers_of",
+    "is_run_end",
+    "outermost",
+    "reject_replay",
+    "settings_of",
+]
 
 Kind = TypeVar("Kind")
 
@@ -68,6 +77,11 @@ def is_run_end(engine: Engine, event: Event) -> bool:
     if is_training_run(engine) and engine.is_rewinding:
         return False
     return event.type != Events.TERMINATE.value or engine.should_terminate == "skip_completed"
+
+
+def outermost(engine: Engine) -> Engine:
+    """The engine of the bus whose run contains this engine's run: a trainer, and not its evaluator."""
+    return next((each for each in engine.bus.engines if each is not engine and each.is_running), engine)
 
 
 def reject_replay(place: str, target: Engine | EventBus, needed: str) -> None:

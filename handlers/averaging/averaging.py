@@ -46,6 +46,7 @@ class Averaging(Handler):
         self._awaiting: Mapping[str, object] | None = None  # a state that was loaded before there was a model
         self._averaged_at: tuple[int, int] | None = None  # iteration and update
         self._contexts: list[Callable[[], AbstractContextManager[object]]] = []  # of the evaluator
+        self._path: str | None = None  # of the averaged module in the engine's model, if it is there
 
     def attach(self, engine: Engine) -> Self:
         """Average at the cadence, in phase COMPUTE, before a validation that is due at the same point.
@@ -68,6 +69,8 @@ class Averaging(Handler):
             subscribe(self._every.events(), self._average, phase=Phase.COMPUTE, order=FIRST)
             subscribe(Events.COMPLETED, self._check_was_averaged, phase=Phase.ACT)
             self._adopt(model)
+            modules = own.named_modules() if own is not None else ()
+            self._path = next((path for path, module in modules if module is model), None)
             if self.validate:
                 self._join_validation(engine)
         return self
@@ -102,10 +105,15 @@ class Averaging(Handler):
         return self._weights is not None and any(each in parameters for each in self._weights.model.parameters())
 
     def state_dict(self) -> dict[str, object]:
-        """The average, and the iteration and update of its last change."""
+        """The average, and the iteration and update of its last change.
+
+        For loading weights alone, it says of which module of the model validation uses the average (None: of none), and
+        whether that could be done without measuring statistics first.
+        """
         at = None if self._averaged_at is None else list(self._averaged_at)
         average = self._weights.state_dict() if self._weights is not None else self._awaiting
-        return {"averaged_at": at, "average": average}
+        validates = self._path if self.applied in self._contexts else None
+        return {"averaged_at": at, "average": average, "validates": validates, "measured": not self._must_measure()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved average.
@@ -125,6 +133,10 @@ class Averaging(Handler):
     def _has_begun(self, engine: Engine) -> bool:
         """Whether the weights are averaged at this point of the cadence."""
         return True
+
+    def _must_measure(self) -> bool:
+        """Whether the model's buffers have to be measured before it works with the average."""
+        return False
 
     def _check_model(self, engine: Engine, model: nn.Module) -> None:
         """Raise where this kind of average cannot work on the model."""

@@ -104,8 +104,8 @@ class SWA(Averaging):
         """
         average = self._average_for("applied")
         with average.applied():
-            if average.number_averaged and not average.buffers_kept and (norms := _batch_norms(average.model)):
-                self._measure(average, norms)
+            if self._must_measure():
+                self._measure(average, _batch_norms(average.model))
             yield
 
     def copy_to(self, model: nn.Module) -> None:
@@ -124,6 +124,12 @@ class SWA(Averaging):
         if self.after_epoch is not None:
             return engine.state.epoch > self.after_epoch
         return self.after_update is not None and engine.state.update > self.after_update
+
+    def _must_measure(self) -> bool:
+        average = self._weights
+        if average is None or not average.number_averaged or average.buffers_kept:
+            return False
+        return bool(_batch_norms(average.model))
 
     def _check_model(self, engine: Engine, model: nn.Module) -> None:
         if _batch_norms(model):

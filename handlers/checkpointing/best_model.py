@@ -90,6 +90,7 @@ class BestModel(Handler):
         self.best_value: float | None = None
         self.best_iteration: int | None = None
         self._weights: Mapping[str, object] | None = None  # on the host
+        self._is_unwritten = False  # whether the last attempt to write them failed
         self._last: Mapping[str, object] | None = None  # that training reached; the model holds the best
 
     def attach(self, engine: Engine) -> Self:
@@ -155,6 +156,7 @@ class BestModel(Handler):
             return
         value = float(event.payload.metrics[name])
         if not is_better(value, self.best_value, decide_mode("BestModel", self)):
+            self._write_again()
             return
         validated = event.type == Events.VALIDATION_COMPLETED.value
         with ExitStack() as stack:
@@ -172,7 +174,9 @@ class BestModel(Handler):
                     engine=engine.name,
                     metric=self.metric,
                 )
-        elif self.restore:
+            return
+        self._write_again()
+        if self.restore:
             self._last = _copy_of(_model(engine))
             self.load_into(_model(engine))
 
@@ -185,6 +189,10 @@ class BestModel(Handler):
     def _on_loaded(self) -> None:
         self._last = None  # the model holds the checkpoint's weights
         self._write()  # the file may be of a validation after the checkpoint
+
+    def _write_again(self) -> None:
+        if self._is_unwritten:
+            self._write()
 
     def _write(self) -> None:
         if self.folder is None or self._weights is None or not ranks().is_main:
@@ -200,9 +208,16 @@ class BestModel(Handler):
                 Disk().replace_by(path, write)
         except (OSError, RuntimeError) as error:  # torch raises a RuntimeError on a full disk
             # costs this file, not the run
-            get_logger("handlers").warning(
-                "best weights not written; they are kept in memory", path=str(path), error=str(error)
-            )
+            if not self._is_unwritten:
+                get_logger("handlers").warning(
+                    "best weights not written; they are kept in memory, and written again after the next validation "
+                    "and at the end of the run",
+                    path=str(path),
+                    error=str(error),
+                )
+            self._is_unwritten = True
+        else:
+            self._is_unwritten = False
 
 
 def _model(engine: Engine) -> nn.Module:

@@ -36,7 +36,7 @@ from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 from pulsetrain.handlers.checkpointing.best_pointer import BestPointer
 from pulsetrain.handlers.checkpointing.ranking import Ranking
 from pulsetrain.handlers.checkpointing.save_cadence import SaveCadence
-from pulsetrain.handlers.checkpointing.state_writer import Save, SavedEngine, StateWriter, Write
+from pulsetrain.handlers.checkpointing.state_writer import Save, SavedEngine, StateWriter, Write, trained_iteration
 from pulsetrain.handlers.metric_values.best_value import check_mode, decide_mode, subscribe_judge
 from pulsetrain.handlers.run_files.ownership import FolderUse, holds_another_run
 
@@ -233,13 +233,13 @@ class Checkpointer(Handler):
         """
         label = name or self.name
         if not ranks().is_main and self._writer.control is None:
-            return self.manager.target(label, engine.state.iteration)
+            return self.manager.target(label, trained_iteration(engine))
         with nullcontext() if self._use is None else self._use.taken():
             self.wait()
             last, self._saved_on = self._saved_on, None
             try:
                 save = Save(
-                    self._writer.target(label, engine.state.iteration), label, self.form_for(engine),
+                    self._writer.target(label, trained_iteration(engine)), label, self.form_for(engine),
                     is_best=bool(is_best), marked=bool(is_best),
                 )  # fmt: skip
                 return self._write(engine, save, lambda saved: None)
@@ -249,7 +249,7 @@ class Checkpointer(Handler):
     def save_with(self, manager: CheckpointManager, engine: SavedEngine, label: str) -> Location:
         """Save with another manager, and announce nothing; all processes that share the model call this."""
         writer = StateWriter(manager, self._writer.control)
-        save = Save(writer.target(label, engine.state.iteration), label, self.form_for(engine))
+        save = Save(writer.target(label, trained_iteration(engine)), label, self.form_for(engine))
         return writer.writer(engine, save)(writer.state_of(engine), lambda saved: None)
 
     def wait(self) -> None:
@@ -344,7 +344,8 @@ class Checkpointer(Handler):
         if is_training_run(engine) and engine.is_rewinding:
             return  # this state is about to be discarded
         state, last, mark = engine.state, (self.saved_at, self._saved_on), self._ranking.mark()
-        if state.iteration == self.saved_at and (self.metric is None or not self._ranking.has_news(state)):
+        iteration = trained_iteration(engine)
+        if iteration == self.saved_at and (self.metric is None or not self._ranking.has_news(state)):
             return  # two cadences, or a cadence and the run's end, met
         durable: list[CheckpointSaved] = []
 
@@ -353,15 +354,15 @@ class Checkpointer(Handler):
             self._ranking.undo(mark)
 
         try:
-            target = self._writer.target(self.name, state.iteration)
+            target = self._writer.target(self.name, iteration)
             # ranked before the state is read, so that a run that resumes from this checkpoint knows its rank
             improved = self.metric is not None and self._ranking.rank(state, target.name)
-            self.saved_at, self._saved_on = state.iteration, event.type
+            self.saved_at, self._saved_on = iteration, event.type
             save = Save(target, self.name, self.form_for(engine), is_best=improved, background=background is not None)
             if background is not None:
                 write, main = self._write_of(engine, save), self._writer.is_main
                 background.begin(
-                    self._writer.state_of(engine), state.iteration, write, engine.fire if main else _silently, undo,
+                    self._writer.state_of(engine), iteration, write, engine.fire if main else _silently, undo,
                     self._prune if main else lambda saved: None,
                 )  # fmt: skip
             else:
@@ -378,7 +379,7 @@ class Checkpointer(Handler):
             get_logger("handlers").warning(
                 "checkpoint not saved; the run and older checkpoints are as they were",
                 folder=str(self.folder),
-                iteration=state.iteration,
+                iteration=iteration,
                 error=str(error),
             )
 
@@ -392,7 +393,7 @@ class Checkpointer(Handler):
         return write(self._writer.state_of(engine), announce)
 
     def _write_of(self, engine: SavedEngine, save: Save) -> Write:
-        iteration = engine.state.iteration
+        iteration = trained_iteration(engine)
 
         def durable(path: Location) -> None:
             if iteration == 0:

@@ -44,8 +44,8 @@ class HuggingFaceExporter(Handler):
 
     Each is a folder of `save_pretrained`, with the tokenizer and a file export.json that names the iteration. A folder
     is replaced as a whole: readers see the old or the new one, also after a crash. If an export fails, a warning says
-    so, and the run continues. "last" has the weights that were trained, "best" those that were validated: with EMA or
-    SWA the average.
+    so, and the run continues; "best" is then replaced by the next validation that is better than the one it holds.
+    "last" has the weights that were trained, "best" those that were validated: with EMA or SWA the average.
 
     For a model with peft adapters, `merge` writes the model with the adapters added to its weights; for this, the
     whole model is copied to the host. Otherwise, only the adapters are written, which are small.
@@ -165,8 +165,8 @@ class HuggingFaceExporter(Handler):
             return  # this state is about to be discarded
         if self._exported_at == engine.state.iteration:  # a cadence and the run's end coincide
             return
-        self._exported_at = engine.state.iteration
-        self._export(engine, "last", {})
+        if self._export(engine, "last", {}):
+            self._exported_at = engine.state.iteration
 
     def _judge(self, engine: Engine, event: Event) -> None:
         name = judged_name("HuggingFaceExporter", self.metric, engine, event)
@@ -175,21 +175,23 @@ class HuggingFaceExporter(Handler):
         value = float(event.payload.metrics[name])
         if not is_better(value, self.best_value, decide_mode("HuggingFaceExporter", self)):
             return
-        self.best_value, self.best_iteration = value, engine.state.iteration
         validated = event.type == Events.VALIDATION_COMPLETED.value
         with ExitStack() as stack:
             for context in (validation_contexts(engine) or ()) if validated else ():
                 stack.enter_context(context())  # the weights that were validated
-            self._export(engine, "best", {"metric": name, "value": value})
+            exported = self._export(engine, "best", {"metric": name, "value": value})
+        if exported:
+            self.best_value, self.best_iteration = value, engine.state.iteration
 
-    def _export(self, engine: Engine, name: str, facts: Mapping[str, object]) -> None:
+    def _export(self, engine: Engine, name: str, facts: Mapping[str, object]) -> bool:
+        """Write the folder; returns whether there is no need to try again."""
         model: Any = model_of(engine)
         options: dict[str, Any] = {}
         with busy():
             if is_sharded(model):
                 options["state_dict"] = _gathered(model)
             if not ranks().is_main:
-                return
+                return True
             facts = {"iteration": engine.state.iteration, "update": engine.state.update, **facts}
             target = self._target(name)
             try:
@@ -200,6 +202,8 @@ class HuggingFaceExporter(Handler):
                     folder=str(target),
                     error=f"{type(error).__name__}: {error}",
                 )
+                return is_sharded(model)  # the other processes, who have gathered the weights, do not know
+        return True
 
     def _write(self, model: Any, folder: Path, options: dict[str, Any], facts: Mapping[str, object]) -> None:
         adapters = getattr(model, "peft_config", None)

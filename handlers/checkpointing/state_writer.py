@@ -24,7 +24,7 @@ from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.checkpointing.saved_layers import of_all_layers
 from pulsetrain.handlers.checkpointing.shared_save import SharedSave
 
-__all__ = ["Save", "SavedEngine", "StateWriter", "Write"]
+__all__ = ["Save", "SavedEngine", "StateWriter", "Write", "trained_iteration"]
 
 Write = Callable[[Mapping[str, Any], Callable[[CheckpointSaved], None]], Location]
 
@@ -41,6 +41,14 @@ class SavedEngine(Protocol):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on."""
+
+
+def trained_iteration(engine: SavedEngine) -> int:
+    """The iteration after which a state of the engine is saved: the last one whose step was made.
+
+    The state's own counter is one ahead between ITERATION_STARTED and the step.
+    """
+    return engine.data.trained if is_training_run(engine) else int(engine.state.iteration)
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ class StateWriter:
                 "Checkpointer.save(): called in the middle of a step, from which no run could resume exactly; "
                 "save on ITERATION_COMPLETED"
             )
-        iteration, start, manager = engine.state.iteration, time.perf_counter(), self._manager
+        iteration, start, manager = trained_iteration(engine), time.perf_counter(), self._manager
         with self._ends_all():
             files = engine.files_to_sync() if is_training_run(engine) else []
         control = self.control

@@ -195,14 +195,19 @@ class LossSpikeGuard(Guard):
         array([8])
         """
         found = np.zeros(len(losses), dtype=bool)
-        at, stretch = 0, 0
+        at, stretch, pause, together_from = 0, 4 * self.window, 0, 0
         while at < len(losses):
-            is_calm = len(self._losses) == self.window and not self._in_a_row
-            if is_calm and (judged := self._pass(losses[at : at + stretch])):
-                at, stretch = at + judged, min(2 * stretch, _LONGEST)
-                continue
+            if at >= together_from and len(self._losses) == self.window and not self._in_a_row:
+                following = losses[at : at + stretch]
+                at += (judged := self._pass(following))
+                if judged == len(following):
+                    stretch, pause = min(2 * stretch, _LONGEST), 0
+                    continue
+                # windows that were sorted in vain: while spikes are frequent, losses are judged one by one for longer
+                stretch, pause = 4 * self.window, min(2 * pause + self.window // 2, 20 * self.window)
+                together_from = at + 1 + pause
             found[at] = self.step(float(losses[at]))
-            at, stretch = at + 1, 4 * self.window
+            at += 1
         return found
 
     def _pass(self, losses: NDArray[np.float64]) -> int:

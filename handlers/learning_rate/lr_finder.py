@@ -23,6 +23,7 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import KeyedLoader
 from pulsetrain.engine.data.loaders import can_be_keyed, can_be_read_once, key_order, order_seed
 from pulsetrain.engine.data.workers import workers_begin
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optional import check_installed
 from pulsetrain.engine.schedules.groups import group_ratios, write_rates
@@ -167,8 +168,8 @@ class LRFinder(Handler):
 
         Raises:
             TypeError: it is not a trainer.
-            ConfigurationError: it has several optimizers, its steps are made by a hand-written loop, or the loader
-                cannot be copied.
+            ConfigurationError: several processes train, it has several optimizers, its steps are made by a hand-written
+                loop, or the loader cannot be copied.
             RunFolderError: the folder cannot be written.
         """
         _check(trainer)
@@ -282,6 +283,14 @@ def _check(trainer: object) -> None:
     if lacking:
         raise TypeError(
             f"LRFinder({type(trainer).__name__}): needs a pulsetrain.Trainer; this one has no {', '.join(lacking)}"
+        )
+    world_size = ranks().world_size
+    if world_size > 1:
+        raise ConfigurationError(
+            "each process would end the sweep according to its losses, and the others would wait for it; start one "
+            "process to find the rate",
+            "LRFinder",
+            world_size=world_size,
         )
     if getattr(trainer, "optimizers", None) is not None:
         raise ConfigurationError(

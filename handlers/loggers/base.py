@@ -17,7 +17,7 @@ from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, Rollou
 from pulsetrain.engine.events.subscription import LAST, OnError, Order
 from pulsetrain.handlers.attachment.attachment import AnyEvent, Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
-from pulsetrain.handlers.attachment.engine_queries import is_run_end, settings_of
+from pulsetrain.handlers.attachment.engine_queries import is_run_end, outermost, settings_of
 from pulsetrain.handlers.metric_values.step_values import step_metrics
 
 __all__ = ["MetricLogger", "Plain", "Status", "hyperparameters_of"]
@@ -174,7 +174,7 @@ class MetricLogger(Handler):
     def _on_started(self, engine: Engine, event: Event) -> None:
         self._last_read = None
         if self._running is None:
-            self._running = engine.name
+            self._follow(engine)
             self._begin(engine, event)
 
     def _on_reading(self, engine: Engine, event: Event) -> None:
@@ -205,8 +205,13 @@ class MetricLogger(Handler):
         ends: dict[str, Status] = {Events.EXCEPTION_RAISED.value: "failed", Events.INTERRUPT.value: "interrupted"}
         self._end(ends.get(event.type, "finished"))
 
+    def _follow(self, engine: Engine) -> None:
+        self._running = (outermost(engine) if self._attachment.follows_whole_bus else engine).name
+
     def _begin(self, engine: Engine, event: Event) -> None:
         self.event = event
+        if self._running is None and engine.is_running:  # an interrupted run continues, without STARTED
+            self._follow(engine)
         if self._open:
             return
         self.open(engine)

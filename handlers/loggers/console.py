@@ -19,6 +19,7 @@ from pulsetrain.engine.logs import load_structlog
 from pulsetrain.engine.optimizers import describe_optimizer
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.engine.training_run import is_training_run
+from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.loggers.base import MetricLogger
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class ConsoleLogger(MetricLogger):
         self._write(engine, "run started", {**resumed, **known, **made_with})
 
     def _on_completed(self, engine: Engine, event: Event) -> None:
-        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
-            return  # COMPLETED follows, perhaps after a last validation
+        if not is_run_end(engine, event):
+            return
         reason = engine.state.stop_reason
         if reason is None:
             self._write(engine, "run completed", _place(engine))

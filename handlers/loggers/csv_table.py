@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pulsetrain.engine import Engine, ValidationCompleted
+from pulsetrain.engine.recording.log.records import MEASURED
 from pulsetrain.handlers.loggers.text_file import TextFileLogger
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
@@ -20,8 +21,9 @@ _Cells = dict[str, str]  # of a row, by column
 class CSVLogger(TextFileLogger[_Cells]):
     """Keeps FOLDER/metrics.csv: a row for each iteration that logs metrics or a rollout, and for each validation.
 
-    The columns are iteration, epoch, and one for each metric in the order in which they first appeared; floats are
-    exact. Values that an engine logs at one iteration in several events are in one row, unless a value has changed.
+    The columns are iteration, epoch, and one for each metric in the order in which they first appeared, of a bus with
+    the name of its engine, such as trainer/train/loss; floats are exact. Values that an engine logs at one iteration in
+    several events are in one row, unless one of them (other than a time or a throughput) has changed.
     Each row is handed to the operating system before the run continues. A run that resumes continues the table: rows
     that were written after its checkpoint are removed first, and written again.
 
@@ -56,37 +58,41 @@ class CSVLogger(TextFileLogger[_Cells]):
         """How many rows the table has, including those that wait to be written.
 
         Also, if the last row may still grow after the checkpoint, its engine, iteration and the columns that it fills.
-        It has no values: measured times would make the checkpoints of equal runs differ.
+        It has no values, and no columns of times and throughput: they would make the checkpoints of equal runs differ.
         """
         growing = None
         if self._last is not None:
             engine, cells = self._last
-            growing = [engine, self.iteration_of(cells), list(cells)]
+            growing = [engine, self.iteration_of(cells), [name for name in cells if not _is_measured(name)]]
         return {**super().state_dict(), "growing": growing}
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
         new = self._cells(engine, metrics)
         name, last = self._last if self._last is not None else (None, {})
-        if name == engine.name and all(last.get(column, value) == value for column, value in new.items()):
-            new = {**last, **new}
+        changed = {column for column, value in new.items() if last.get(column, value) != value}
+        if name == engine.name and all(_is_measured(column) for column in changed):  # they differ when logged again
+            new = {**last, **new, **{column: last[column] for column in changed}}
             if self._waiting:
                 self._waiting[-1] = new
             else:
                 self._replaced = last
-                self._put(new)
+                self.put(new)
         else:
-            self._put(new)
+            self.put(new)
         self._last = engine.name, new
-        self._write()
+        self.write()
+
+    def put(self, line: _Cells) -> None:
+        self._last = None  # only the last row may grow
+        super().put(line)
 
     def log_validation(self, engine: Engine, validation: ValidationCompleted) -> None:
-        self._put(self._cells(engine, validation.metrics))
-        self._last = None
-        self._write()
+        self.put(self._cells(engine, validation.metrics))
+        self.write()
 
     def _cells(self, engine: Engine, metrics: Mapping[str, float]) -> _Cells:
         counters = {"iteration": str(engine.state.iteration), "epoch": str(engine.state.epoch)}
-        return {**{name: str(value) for name, value in metrics.items()}, **counters}
+        return {**{self.full_name(engine, name): str(value) for name, value in metrics.items()}, **counters}
 
     def check_file(self) -> None:
         with self.path.open(newline="", encoding="utf-8") as file:
@@ -104,6 +110,9 @@ class CSVLogger(TextFileLogger[_Cells]):
 
     def iteration_of(self, line: _Cells) -> int:
         return int(line["iteration"])
+
+    def is_of(self, line: _Cells, engine: str) -> bool:
+        return any(value and name.startswith(f"{engine}/") for name, value in line.items())
 
     def encoded(self, lines: Sequence[_Cells]) -> bytes:
         """The rows as text; a table without one of their columns is rewritten with it."""
@@ -130,12 +139,17 @@ class CSVLogger(TextFileLogger[_Cells]):
         if saved.get("growing") is not None and lines:
             name, _, columns = saved["growing"]
             *before, there = lines
-            # without the cells that were added since
-            cells = {column: there[column] for column in columns if there.get(column)}
+            # without the cells that were added since; those of times and throughput may have been there
+            kept = [*columns, *(column for column in there if column not in columns and _is_measured(column))]
+            cells = {column: there[column] for column in kept if there.get(column)}
             changed = any(value for column, value in there.items() if column not in cells)
             lines, last = [*before, cells], (name, cells)
         self._last = last
         self.keep(lines, changed)
+
+
+def _is_measured(column: str) -> bool:
+    return column.rpartition("/")[2] in MEASURED
 
 
 def _table(rows: Iterable[_Cells], columns: Sequence[str]) -> bytes:

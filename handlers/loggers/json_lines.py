@@ -61,8 +61,8 @@ class JSONLinesLogger(TextFileLogger[bytes]):
         for name, value in values.items():
             entry[f"{name}_" if name in entry else name] = finite_or_text(value) if isinstance(value, float) else value
         # json does not know numpy's numbers, except those that are floats
-        self._put(json.dumps(entry, ensure_ascii=False, allow_nan=False, default=float).encode() + b"\n")
-        self._write()
+        self.put(json.dumps(entry, ensure_ascii=False, allow_nan=False, default=float).encode() + b"\n")
+        self.write()
 
     def check_file(self) -> None:
         first, end, _ = self.path.read_bytes().partition(b"\n")
@@ -78,6 +78,9 @@ class JSONLinesLogger(TextFileLogger[bytes]):
 
     def iteration_of(self, line: bytes) -> int:
         return int(json.loads(line)["iteration"])
+
+    def is_of(self, line: bytes, engine: str) -> bool:
+        return bool(json.loads(line)["engine"] == engine)
 
     def encoded(self, lines: Sequence[bytes]) -> bytes:
         return b"".join(lines)

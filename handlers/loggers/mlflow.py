@@ -141,7 +141,8 @@ class MLflowLogger(ServiceLogger):
                     raise
                 if len(unsent[0]) == 1:
                     del unsent[0]
-                    raise
+                    self.report_refusal(error)
+                    continue
                 unsent[:] = [[parameter] for batch in unsent for parameter in batch]
             else:
                 del unsent[0]

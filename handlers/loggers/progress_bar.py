@@ -13,7 +13,7 @@ from pulsetrain.engine.events.filters import EventFilter
 from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optional import check_installed, load_optional
 from pulsetrain.handlers.attachment.attachment import Handler
-from pulsetrain.handlers.attachment.engine_queries import attribute
+from pulsetrain.handlers.attachment.engine_queries import attribute, is_run_end
 from pulsetrain.handlers.loggers.notebook_bar import NotebookBar
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
@@ -172,8 +172,8 @@ class ProgressBar(Handler):
                 self._figures[name] = format(value, ".4g")
 
     def _on_end(self, engine: Engine, event: Event) -> None:
-        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
-            return  # COMPLETED follows, perhaps after a last validation
+        if not is_run_end(engine, event):
+            return
         self._show_figures()
         if self._bar is not None:
             self._bar.total = self._bar.total or engine.state.iteration

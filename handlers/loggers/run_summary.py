@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from importlib.util import find_spec
 from itertools import chain
 from math import isfinite
@@ -22,7 +23,7 @@ from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.best_value import is_better
 
-__all__ = ["RunSummary", "best_in_history"]
+__all__ = ["RunSummary", "best_in_history", "report_command"]
 
 _VALUES = 6  # metrics that the last lines show
 
@@ -153,7 +154,7 @@ def best_in_history(engine: Engine, name: str) -> float | None:
 
 def _next_steps(engine: Engine) -> Iterator[str]:
     """Commands that work for what this run has kept."""
-    handlers = {type(each).__name__: each for each in cast(TrainingRun, engine).handlers}
+    handlers = _by_class(engine)
     saver, recorder = handlers.get("Checkpointer"), handlers.get("EventRecorder")
     if saver is None and recorder is None:
         yield "Nothing was kept; handlers=[Checkpointer('runs/a'), EventRecorder('runs/a')] would keep the run."
@@ -166,8 +167,13 @@ def _next_steps(engine: Engine) -> Iterator[str]:
             model = "" if Path(_run_folder(engine), "config.yaml").is_file() else ", model"
             yield f"{_continued(engine, handlers)}Predict: pulsetrain.load(path{model})"
     if recorder is not None:
-        needs = "" if find_spec("plotly") is not None else " (first: pip install plotly)"
-        yield f"Look at it: pulsetrain report {_run_folder(engine)}{needs}"
+        yield f"Look at it: {report_command(_run_folder(engine))}"
+
+
+def report_command(folder: str | Path, program: Sequence[str] = ("pulsetrain",)) -> str:
+    """The shell command that makes a run's report, with what has to be installed first."""
+    needs = "" if find_spec("plotly") is not None else " (first: pip install plotly)"
+    return f"{shlex.join([*program, 'report', str(folder)])}{needs}"
 
 
 def _continued(engine: Engine, handlers: Mapping[str, object]) -> str:
@@ -183,11 +189,14 @@ def _continued(engine: Engine, handlers: Mapping[str, object]) -> str:
 
 
 def _run_folder(engine: Engine) -> str:
-    for each in cast(TrainingRun, engine).handlers:
-        if type(each).__name__ in ("Checkpointer", "EventRecorder") and getattr(each, "folder", None) is not None:
-            folder = str(each.folder)
-            return folder.removesuffix("/events")
-    return ""
+    handlers = _by_class(engine)
+    folders = (getattr(handlers.get(name), "folder", None) for name in ("Checkpointer", "EventRecorder"))
+    return next((str(folder).removesuffix("/events") for folder in folders if folder is not None), "")
+
+
+def _by_class(engine: Engine) -> dict[str, Any]:
+    """The trainer's handlers by the name of their class and of the classes that it extends."""
+    return {kind.__name__: each for each in cast(TrainingRun, engine).handlers for kind in type(each).__mro__}
 
 
 def _samples(loader: object) -> str:

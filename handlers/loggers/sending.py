@@ -115,6 +115,12 @@ class Sender(Generic[Entry]):
             )
         return discarded
 
+    def report_refusal(self, error: Exception) -> None:
+        """Warn of the first; called in the thread."""
+        if not self._has_refused:
+            self._has_refused = True
+            self._warn("the service rejects an entry; it and others like it are lost", error)
+
     def _run(self) -> None:
         first_delay, longest = _RETRIES
         delay = first_delay
@@ -137,7 +143,7 @@ class Sender(Generic[Entry]):
                     delay = min(2 * delay, longest)
                     continue
                 delivered, refused = 1, 1
-                self._report_refusal(error)
+                self.report_refusal(error)
             else:
                 if self._abandoned:
                     return
@@ -160,11 +166,6 @@ class Sender(Generic[Entry]):
         size, _ = self._waiting.popleft()
         self._bytes -= size
         self._first += 1
-
-    def _report_refusal(self, error: Exception) -> None:
-        if not self._has_refused:
-            self._has_refused = True
-            self._warn("the service rejects an entry; it and others like it are lost", error)
 
     def _begin_outage(self, error: Exception) -> None:
         if self._outage is None:

@@ -107,6 +107,12 @@ class ServiceLogger(MetricLogger):
         """Whether an error means that the service rejects an entry for good."""
         return isinstance(error, TypeError | ValueError)
 
+    def report_refusal(self, error: Exception) -> None:
+        """The service rejects something that is not an entry, such as a hyperparameter; called in the thread."""
+        sender = self._sender
+        if sender is not None:
+            sender.report_refusal(error)
+
     def state_dict(self) -> dict[str, str | None]:
         """The run's key, by which a resumed run continues the same run of the service."""
         return {"key": self._key}
@@ -150,12 +156,13 @@ class ServiceLogger(MetricLogger):
         self._put(Media(name, kind, value, engine.state.iteration, self.event.time_ns), 200 + size)
 
     def close(self, status: Status) -> None:
-        sender, self._sender = self._sender, None
+        sender = self._sender
         self._ended = self._closing = True
         if sender is None:
             return
         sender.put(End(status, self.event.time_ns), 100)
         discarded = sender.finish(self.flush_seconds)
+        self._sender = None
         if discarded and not sender.reported:
             self._failures.append(TimeoutError(f"{self._place}: {discarded} entries were not sent in time"))
         engine = self._engine() if self._engine is not None else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pulsetrain.engine import Engine, Every, MediaLogged, OnError
+from pulsetrain.engine import Engine, Events, Every, MediaLogged, OnError
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
@@ -23,7 +23,7 @@ class TensorBoardLogger(MetricLogger):
     """Writes FOLDER/tensorboard: scalars, texts, images and histograms by iteration, and the hyperparameters.
 
     Figures and matrices become images. Values reach the disk within `flush_seconds`, and when the run ends. A run
-    that resumes from a checkpoint hides the values written for later iterations.
+    that resumes from a checkpoint, or returns to one, hides the values written for later iterations.
 
     Args:
         folder: the run folder.
@@ -71,6 +71,15 @@ class TensorBoardLogger(MetricLogger):
         self._writer = self._module.SummaryWriter(
             str(self.path), purge_step=iteration + 1 if iteration else 0, flush_secs=self.flush_seconds
         )
+
+    def _subscribe(self) -> None:
+        super()._subscribe()
+        self._observe(Events.CHECKPOINT_LOADED, self._on_loaded)
+
+    def _on_loaded(self, engine: Engine) -> None:
+        if self._writer is not None:  # the run returns to the checkpoint; only a new file hides what it discards
+            self._writer.close()
+            self.open(engine)
 
     def close(self, status: Status) -> None:
         self._writer.close()

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pulsetrain.engine import Engine, Event, Events, Every, OnError, RunFolderError
+from pulsetrain.engine import Engine, Event, Events, Every, OnError, RunFolderError, is_training_run
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import MetricLogger, Status
 from pulsetrain.handlers.run_files.ownership import FolderUse
@@ -103,6 +103,10 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         """The iteration that the line reports."""
 
     @abstractmethod
+    def is_of(self, line: Line, engine: str) -> bool:
+        """Whether the engine of this name reports the line, in a file of a whole bus."""
+
+    @abstractmethod
     def encoded(self, lines: Sequence[Line]) -> bytes:
         """The lines as they are appended to the file."""
 
@@ -141,12 +145,8 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         rule = f"{self.path.name} there was not written by this logger: {why}; move it or choose another folder"
         return RunFolderError(rule, self._place, folder=str(self.folder))
 
-    @property
-    def _final(self) -> int:
-        """The file's lines, without a last one that the first waiting line will replace."""
-        return self._written - (self._replaced is not None)
-
-    def _put(self, line: Line) -> None:
+    def put(self, line: Line) -> None:
+        """Queue a line for the next `write`."""
         self._waiting.append(line)
         if len(self._waiting) <= _AT_MOST:
             return
@@ -157,6 +157,23 @@ class TextFileLogger(MetricLogger, Generic[Line]):
             get_logger("handlers").warning(
                 f"{self._place}: more than {_AT_MOST:,} lines wait for the disk; the oldest are lost from now on"
             )
+
+    def write(self) -> None:
+        """Write the queued lines, including those that waited while the disk was full."""
+        self._check_presence()
+        with self._use.taken(), writing(self._place, self.folder, self.file_name):
+            while lines := list(islice(self._waiting, _AT_ONCE)):
+                content = self.encoded(lines)
+                replaced = b"" if self._replaced is None else self.encoded([self._replaced])
+                self._written += len(lines) - write_end(self.path, content, replaced)
+                self._replaced = None
+                for _ in lines:
+                    self._waiting.popleft()
+
+    @property
+    def _final(self) -> int:
+        """The file's lines, without a last one that the first waiting line will replace."""
+        return self._written - (self._replaced is not None)
 
     def _holds_lines(self) -> bool:
         return self.path.is_file() and self.path.stat().st_size > 0
@@ -171,18 +188,6 @@ class TextFileLogger(MetricLogger, Generic[Line]):
                 _drop_unfinished_line(self.path)
                 self._written = len(self.read_lines())
         self._adopted = True
-
-    def _write(self) -> None:
-        """Write the lines that wait."""
-        self._check_presence()
-        with self._use.taken(), writing(self._place, self.folder, self.file_name):
-            while lines := list(islice(self._waiting, _AT_ONCE)):
-                content = self.encoded(lines)
-                replaced = b"" if self._replaced is None else self.encoded([self._replaced])
-                self._written += len(lines) - write_end(self.path, content, replaced)
-                self._replaced = None
-                for _ in lines:
-                    self._waiting.popleft()
 
     def _check_presence(self) -> None:
         """Warn if the file has been removed since it was written to."""
@@ -207,12 +212,27 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._adopt()
         kept = int(saved[self.unit])
         lines = [*(self.read_lines()[: self._final] if self._written else ()), *self._waiting]
-        later = all(self.iteration_of(line) >= engine.state.iteration for line in lines[kept:])
+        own, others = self._shared(lines[kept:], engine)
+        later = all(self.iteration_of(line) >= engine.state.iteration for line in own)
         if kept <= len(lines) and later and self.agrees(lines[:kept], saved):
             self.cut(lines[:kept], saved)
+            for line in others:
+                self.put(line)
+            if others:
+                self.write()
         elif kept - int(saved.get("waiting", 0)) > len(lines) or kept <= len(lines):
             # else the only lines that are missing were never written: the run was stopped while they waited
             self._report_other_file(kept, len(lines), Path(event.payload.path))
+
+    def _shared(self, lines: Sequence[Line], engine: Engine) -> tuple[Sequence[Line], Sequence[Line]]:
+        """The lines of this engine, and those of the bus's other trainers, which do not return to its checkpoint."""
+        bus = self.bus
+        if bus is None or not self._attachment.follows_whole_bus:
+            return lines, ()
+        engines = {each.name: each for each in bus.engines if each is not engine}
+        names = [name for name, each in engines.items() if is_training_run(each)]
+        others = [line for line in lines if any(self.is_of(line, name) for name in names)]
+        return [line for line in lines if self.is_of(line, engine.name)], others
 
     def _report_other_file(self, expected: int, there: int, checkpoint: Path) -> None:
         """The file is not the one that the checkpoint counts on. Nothing in it is removed: it may be of another run."""

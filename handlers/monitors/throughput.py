@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every, is_training_run
 from pulsetrain.engine.argument_checks import check_positive
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Handler, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
@@ -31,7 +32,7 @@ class Throughput(Handler):
     throughput/iterations_per_second;
     throughput/step_seconds: mean time of an iteration, including the wait for its batch;
     throughput/data_share: the part of that time, from 0 to 1, in which the loop waited for batches;
-    throughput/flops_per_second: floating-point operations of forward and backward passes;
+    throughput/flops_per_second: floating-point operations of forward and backward passes, of one process;
     throughput/mfu: these over `peak_flops`, the model FLOPs utilization ("hfu" if recomputed activations were counted).
 
     Time spent in validation, in checkpoints written by the training thread and in the counting itself is left out. This
@@ -205,7 +206,8 @@ class Throughput(Handler):
         samples = getattr(engine.state, "samples", 0)
         flops = self._flops
         if self.flops_per_sample is not None:
-            flops = (samples - self._samples) * self.flops_per_sample
+            processes = ranks().world_size if is_training_run(engine) else 1  # a trainer counts the samples of all
+            flops = (samples - self._samples) * self.flops_per_sample / processes
         if flops:
             metrics["throughput/flops_per_second"] = flops / seconds
             peak = self._peak(engine)

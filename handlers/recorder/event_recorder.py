@@ -27,6 +27,7 @@ from pulsetrain.engine.recording.log.places import ATTEMPT, count_after_end
 from pulsetrain.engine.recording.log.stall import StallWatch
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.engine_queries import outermost
 from pulsetrain.handlers.metric_values.event_values import are_finite, are_numbers, summary
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
 from pulsetrain.handlers.recorder.continuation import Continuation, attempt_of
@@ -122,7 +123,7 @@ class EventRecorder(Handler):
         self._known: set[str] = set()  # keys of the events subscribed to
         self._in_epoch: set[str] = set()  # names of engines
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted
-        self._joined_run = False  # whether a run was in progress when this was attached
+        self._continues = False  # whether a run may continue without STARTED: attached during it, or interrupted
         self._outermost: Engine | None = None  # the engine whose run contains the runs of the others
         self._completed: tuple[str, int] | None = None  # the name of the one whose run has ended, and its iteration
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
@@ -147,7 +148,7 @@ class EventRecorder(Handler):
         bus = engine_or_bus.bus if isinstance(engine_or_bus, Engine) else engine_or_bus
         with self._attachment.to(bus):
             self._log.bus = bus
-            self._joined_run = any(each.is_running for each in bus.engines)
+            self._continues = any(each.is_running for each in bus.engines)
             make_folder("EventRecorder", self.folder)
             if not self.rank:
                 FolderUse("EventRecorder", self._attachment, lambda: self.folder.parent, self._log.leave)
@@ -287,6 +288,8 @@ class EventRecorder(Handler):
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
         log, result = self._log, engine.state.output
+        if self._outermost is None:
+            self._adopt(engine)
         named = result.metrics if type(result) is TrainingResult else result
         rates = engine.learning_rates if is_training_run(engine) else learning_rates(engine)
         is_plain = type(named) is dict and named and are_numbers(named) and are_finite(rates)
@@ -307,22 +310,33 @@ class EventRecorder(Handler):
         log = self._log
         if self._outermost is None:
             # of a recorder attached during a run, the first STARTED may be that of an engine inside it
-            others = (each for each in log.bus.engines if each is not engine and each.is_running)
-            self._outermost = next(others, engine)
+            self._outermost = outermost(engine)
         if self._is_main(engine):
             self._completed = None
         if self._outermost is engine:
             self.continuation.start(engine, event)
             log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
-            if self._stalls is None:
-                self._stalls = StallWatch(log.folder, self.rank, lambda: log.bus.sequence.last)
+            self._watch_stalls()
         logged = log.entry(event)
         logged.observed = {**_bounds(engine), "grad_norm": self._measures}
         if self.rank and (attempt := attempt_of(engine)):  # to know later at which starts this rank was there
             logged.observed[ATTEMPT] = attempt
         log.write(logged)
 
+    def _adopt(self, engine: Engine) -> None:
+        """The engine's run continues: its log is closed at its end, as if it had STARTED here."""
+        if self._outermost is None and engine.is_running:
+            self._outermost = outermost(engine)
+            self._log.open()
+            self._watch_stalls()
+
+    def _watch_stalls(self) -> None:
+        if self._stalls is None:
+            log = self._log
+            self._stalls = StallWatch(log.folder, self.rank, lambda: log.bus.sequence.last)
+
     def _on_epoch_started(self, engine: Engine, event: Event) -> None:
+        self._adopt(engine)
         logged = self._log.entry(event, observed=event.engine in self._resumed_in_epoch)
         self._resumed_in_epoch.discard(event.engine)
         self._in_epoch.add(event.engine)
@@ -339,6 +353,8 @@ class EventRecorder(Handler):
     def _on_opened(self, engine: Engine, event: Event) -> None:
         if event.type == Events.EPOCH_COMPLETED.value:
             self._in_epoch.discard(event.engine)
+        if event.type in _FINAL_TYPES:
+            self._adopt(engine)
         if event.type == _COMPLETED and self._is_main(engine):
             self._completed = event.engine, event.iteration
         self._log.begin(self._log.entry(event), event, engine)
@@ -348,10 +364,12 @@ class EventRecorder(Handler):
             return
         if event.type != Events.TERMINATE.value or engine.should_terminate is not True:  # else COMPLETED follows
             self._end()
+            self._continues = event.type == Events.INTERRUPT.value
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
-        if self._log.writer is None and not self._joined_run:
+        if self._log.writer is None and not self._continues:
             return  # the run was refused before it began
+        self._adopt(engine)
         self._log.fail(engine, event.payload.error)
         self._log.write(self._log.entry(event))
         if engine is self._outermost:

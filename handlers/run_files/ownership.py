@@ -106,7 +106,7 @@ def take_all(engine: Engine, *, wait: bool = False, restart: bool = False) -> No
 def holds_another_run(place: str, folder: Location) -> RunFolderError:
     """The error for a new run in a folder that has one."""
     rule = (
-        "holds a run already, and nothing is overwritten; continue it with train(resume='latest'), which needs a "
+        "already holds a run, which is not overwritten; continue it with train(resume='latest'), which needs a "
         "Checkpointer, or choose another folder"
     )
     return RunFolderError(rule, place, folder=str(folder))

@@ -8,9 +8,13 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-__all__ = ["REDACTED", "redacted", "redacted_settings"]
+__all__ = ["REDACTED", "TOKEN", "redacted", "redacted_settings"]
 
 REDACTED = "[redacted]"  # in place of a credential
+TOKEN = (  # a regular expression for the tokens of known services, which begin at the start of a word
+    r"(?:hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
+)
 
 T = TypeVar("T")
 
@@ -67,10 +71,7 @@ _FORMS = tuple((re.compile(form), REDACTED.join(around)) for form, around in (
     ),
     (r"""(?<![\w.:/@-])(?!(?i:mailto|e?mail):)([\w.-]+:)[^\s@:/"']+@(?!sha\d)(?=[A-Za-z])""", (r"\1", "@")),
     (r"\b(Bearer )(?=\S*\d)[\w.~+/=-]{8,}", (r"\1", "")),
-    (
-        r"\b(?:hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
-        r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)", ("", ""),
-    ),
+    (rf"\b{TOKEN}", ("", "")),
 ))  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +45,8 @@ def make_folder(place: str, folder: Path) -> Path:
     Raises:
         RunFolderError: the folder cannot be created or written.
     """
+    import tempfile  # here, as commands that only read do without it
+
     with writing(place, folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -79,6 +80,7 @@ def writing(place: str, folder: Path, file: str = "") -> Iterator[None]:
 def replace_file(path: Path, content: bytes) -> None:
     """Write the file so that readers see the old content or the new, never a part.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     replace_file(Path(folder) / "a", b"content")
     ...     (Path(folder) / "a").read_bytes()

@@ -32,7 +32,7 @@ REFUSED = {
     "torch_compile_mode": _COMPILE,
     "use_liger_kernel": "replaces parts of the model; leave it out, and apply the kernels to the model yourself",
     "liger_kernel_config": "replaces parts of the model; leave it out, and apply the kernels to the model yourself",
-    "auto_find_batch_size": "leave it out; `pulsetrain memory` finds the largest batch size before the run",
+    "auto_find_batch_size": "leave it out; `pulsetrain memory` estimates before the run whether a batch fits",
     "average_tokens_across_devices": "leave it out: gradients of several processes are means over all their tokens",
     "accelerator_config": "leave it out; the loader decides how batches are shared out among processes",
     "parallelism_config": _SHARDS,

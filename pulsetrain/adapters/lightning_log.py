@@ -63,7 +63,8 @@ class ModuleLog:
         self.of_batch: dict[str, Tensor] = {}  # what the current batch's step has logged
         self._epoch: dict[str, _Reduced] = {}  # of training
         self._set: dict[str, _Reduced] = {}  # of the evaluation
-        self._metrics: dict[str, dict[str, Any]] = {"train": {}, "evaluate": {}}  # torchmetrics' objects
+        # torchmetrics' objects; those of steps alone are not reported for the epoch
+        self._metrics: dict[str, dict[str, Any]] = {"train": {}, "steps": {}, "evaluate": {}}
 
     def log(
         self,
@@ -91,11 +92,12 @@ class ModuleLog:
         training = self.stage != "evaluate"
         on_step = (training and self.in_step) if on_step is None else on_step
         on_epoch = not (training and self.in_step) if on_epoch is None else on_epoch
-        if _is_metric(value):
-            if on_epoch or not training:
-                self._metrics["train" if training else "evaluate"][name] = value
-            value = value.compute() if on_step and training else None
-            on_epoch = False
+        of_epoch = f"{name}_epoch" if on_step else name
+        if is_metric := _is_metric(value):
+            kind = "evaluate" if not training else "train" if on_epoch else "steps"
+            self._metrics[kind][of_epoch if training and on_epoch else name] = value
+            # the batch's value, which calling the metric has returned; update() has none
+            value = getattr(value, "_forward_cache", None) if on_step and training else None
         if value is None:
             return
         scalar = _scalar(name, value)
@@ -106,9 +108,8 @@ class ModuleLog:
             return
         if on_step:
             self._report(f"{name}_step" if on_epoch else name, scalar, logger is not False)
-        if on_epoch:
-            key = f"{name}_epoch" if on_step else name
-            self._epoch.setdefault(key, _Reduced(str(reduction))).add(scalar, weight)
+        if on_epoch and not is_metric:
+            self._epoch.setdefault(of_epoch, _Reduced(str(reduction))).add(scalar, weight)
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
         """`log` for each name."""
@@ -119,6 +120,7 @@ class ModuleLog:
         """Report what was logged for the epoch."""
         found = {name: each.compute() for name, each in self._epoch.items()} | _computed(self._metrics["train"])
         self._epoch.clear()
+        _reset(self._metrics["steps"])
         for name, value in found.items():
             self._report(name, value, True)
             self.latest[name] = value
@@ -143,9 +145,12 @@ class ModuleLog:
             metrics: those of the module by path.
         """
         paths = {id(metric): path for path, metric in metrics.items()}
-        logged = {name: paths.get(id(metric), "") for name, metric in self._metrics["train"].items()}
+        logged, by_step = (
+            {name: paths.get(id(metric), "") for name, metric in self._metrics[kind].items()}
+            for kind in ("train", "steps")
+        )
         values = {name: [each.reduction, each.total, each.weight] for name, each in self._epoch.items()}
-        return {"values": values, "metrics": logged, "latest": dict(self.latest)}
+        return {"values": values, "metrics": logged, "steps": by_step, "latest": dict(self.latest)}
 
     def load_state_dict(self, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """Continue with the saved values."""
@@ -153,7 +158,8 @@ class ModuleLog:
         for name, (reduction, total, weight) in state["values"].items():
             self._epoch[name] = _Reduced(reduction)
             self._epoch[name].total, self._epoch[name].weight = total, weight
-        self._metrics["train"] = {name: metrics[path] for name, path in state["metrics"].items() if path in metrics}
+        for kind, logged in (("train", state["metrics"]), ("steps", state.get("steps", {}))):
+            self._metrics[kind] = {name: metrics[path] for name, path in logged.items() if path in metrics}
         self.latest.clear()
         self.latest.update(state["latest"])
 
@@ -165,10 +171,14 @@ def _is_metric(value: object) -> bool:
 def _computed(metrics: dict[str, Any]) -> dict[str, float]:
     """The values of metrics, each of which starts again, though it may be logged under several names."""
     found = {name: float(metric.compute()) for name, metric in metrics.items()}
+    _reset(metrics)
+    return found
+
+
+def _reset(metrics: dict[str, Any]) -> None:
     for metric in metrics.values():
         metric.reset()
     metrics.clear()
-    return found
 
 
 def _scalar(name: str, value: Any) -> Tensor:

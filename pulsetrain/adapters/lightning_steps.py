@@ -182,11 +182,9 @@ class ModuleHooks(Handler):
                 )
                 raise ConfigurationError(f"{type(module).__name__}: {rule} in a handler of ITERATION_COMPLETED")
         step = getattr(module, call.stage or "training_step")
-        numbers = {"batch_idx": call.number, "dataloader_idx": 0}
-        taken = {name: numbers[name] for name in inspect.signature(step).parameters if name in numbers}
         log.in_step = True
         try:
-            return step(call.batch, **taken)
+            return step(call.batch, *_numbers_of(step, call.number))
         finally:
             log.in_step = False
 
@@ -270,6 +268,18 @@ class ModuleHooks(Handler):
                 self._run.history.update({name: float(value)})
         else:
             self._run.state.metrics[name] = float(value)
+
+
+def _numbers_of(step: Any, batch: int) -> list[int]:
+    """What a step takes after the batch, by position, as Lightning gives it: its number, and that of its data set."""
+    signature = inspect.signature(step)
+    if list(signature.parameters)[2:3] == ["dataloader_idx"]:
+        return [batch, 0]
+    try:
+        signature.bind("a batch", batch)
+    except TypeError:
+        return []
+    return [batch]
 
 
 def _samples(batch: Any) -> int:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from pulsetrain.bisect.trials import HANDLER, Pair, Trials
+from pulsetrain.bisect.trials import Pair, Trials, handlers_until
 from pulsetrain.configuration.rebuild import base_of
+from pulsetrain.configuration.yaml_text import dump_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.run_file import read_run_file
 
-__all__ = ["commit_of", "commits_between", "notes_of", "repository_of", "train_commit"]
+__all__ = ["Commit", "commit_of", "commits_between", "notes_of", "repository_of", "train_commit"]
 
 _CHECKOUT = "checkout"  # of the commit that is being trained, in the folder of the short runs
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit that contains the good run's."""
+
+    hash: str
+    subject: str
+    parents: tuple[str, ...]  # of these, the good run's commit or one that contains it
+    merged: tuple[str, ...]  # the other ones
 
 
 def repository_of(pair: Pair) -> Path:
@@ -33,8 +43,8 @@ def repository_of(pair: Pair) -> Path:
     return Path(found)
 
 
-def commits_between(pair: Pair, repository: Path) -> list[tuple[str, str]]:
-    """The commits after the good run's up to the bad one's, oldest first: hash and subject.
+def commits_between(pair: Pair, repository: Path) -> list[Commit]:
+    """The commits up to the bad run's that contain the good one's, which is left out; each follows its parents.
 
     Raises:
         ConfigurationError: a run has recorded no commit, the good one's does not come before, or both are the same.
@@ -42,10 +52,18 @@ def commits_between(pair: Pair, repository: Path) -> list[tuple[str, str]]:
     good, bad = (commit_of(each) for each in (pair.good, pair.bad))
     if good == bad:
         raise ConfigurationError(f"both runs are of the commit {good[:12]}; leave --git out to compare their settings")
-    lines = _git(repository, "log", "--reverse", "--ancestry-path", "--format=%H%x09%s", f"{good}..{bad}").splitlines()
-    if not lines:
+    options = ("--ancestry-path", "--topo-order", "--reverse", "--format=%H %P%x09%s")
+    lines = _git(repository, "rev-list", *options, f"{good}..{bad}").splitlines()
+    found = [line.partition("\t") for line in lines if not line.startswith("commit ")]  # git's own line for each
+    if not found:
         raise ConfigurationError(f"the commit of {pair.good}, {good[:12]}, does not come before that of {pair.bad}")
-    return [(line.partition("\t")[0], line.partition("\t")[2]) for line in lines]
+    known = {good, *(hashes.split()[0] for hashes, _, _ in found)}
+    commits = []
+    for hashes, _, subject in found:
+        commit, *parents = hashes.split()
+        inside = tuple(each for each in parents if each in known)
+        commits.append(Commit(commit, subject, inside, tuple(each for each in parents if each not in known)))
+    return commits
 
 
 def notes_of(pair: Pair) -> list[str]:
@@ -63,17 +81,27 @@ def notes_of(pair: Pair) -> list[str]:
 def train_commit(trials: Trials, repository: Path, commit: str, folder: Path) -> str:
     """Train the good configuration with the files of a commit, from the beginning; returns the error, or ""."""
     base = base_of(trials.pair.good).resolve().relative_to(repository.resolve())
-    config = json.loads(json.dumps(trials.pair.configs[0], default=str))
-    end = {"class_path": HANDLER, "init_args": {"iteration": trials.until}}
-    config["handlers"] = [*(config.get("handlers") or ()), end]
+    config = deepcopy(trials.pair.configs[0])
+    config["handlers"] = handlers_until(trials.until, config.get("handlers") or ())
     config.pop("run", None)
+    (config.get("training") or {}).pop("run_dir", None)
     with _checkout(repository, commit, trials.into / _CHECKOUT) as checkout:
         if not (checkout / base).is_dir():
             return f"the commit has no folder {base}"
         file = checkout / base / f".bisect-{commit[:12]}.yaml"
-        file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        file.write_text(dump_yaml(config), encoding="utf-8")
         words = ["train", str(file), "--run", str(folder.resolve())]
-        return trials.run(folder.resolve(), words, cwd=checkout / base, paths=_paths(repository, checkout, base))
+        cwd = _current_folder(repository, checkout) or checkout / base
+        return trials.run(folder.resolve(), words, cwd=cwd, paths=_paths(repository, checkout, base))
+
+
+def _current_folder(repository: Path, checkout: Path) -> Path | None:
+    """This process's, in the checkout: relative paths of the configuration start there. None: it is not in there."""
+    here = Path.cwd().resolve()
+    if not here.is_relative_to(repository.resolve()):
+        return None
+    found = checkout / here.relative_to(repository.resolve())
+    return found if found.is_dir() else None
 
 
 def _paths(repository: Path, checkout: Path, base: Path) -> list[Path]:
@@ -92,7 +120,8 @@ def _checkout(repository: Path, commit: str, folder: Path) -> Iterator[Path]:
 
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        _git(repository, "worktree", "prune")
+        with suppress(ConfigurationError):  # there is no record of it
+            _git(repository, "worktree", "remove", "--force", "--force", str(folder))  # also a locked one, half made
 
     remove()  # what a killed search has left
     try:

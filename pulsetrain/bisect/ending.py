@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pulsetrain.engine import Engine, Events, Phase
 from pulsetrain.engine.argument_checks import check_whole_number
@@ -28,13 +29,29 @@ class EndAt(Handler):
     def __init__(self, iteration: int) -> None:
         check_whole_number("EndAt", "iteration", iteration)
         self.iteration = iteration
+        self.has_ended: bool = False
 
     def attach(self, engine: Engine) -> Self:
         """Watch the validations of the engine, in phase ACT."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            subscribe(Events.VALIDATION_COMPLETED | Events.ROLLOUT_COMPLETED, self._end, phase=Phase.ACT)
+            subscribe(Events.VALIDATION_COMPLETED | Events.ROLLOUT_COMPLETED, self._on_validation, phase=Phase.ACT)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
         return self
 
-    def _end(self, engine: Engine) -> None:
+    def state_dict(self) -> dict[str, object]:
+        return {"has_ended": self.has_ended}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.has_ended = bool(state["has_ended"])
+
+    def _on_started(self, engine: Engine) -> None:
+        if engine.state.iteration > 0 and self.has_ended:  # resumed after its end, since the search did not see it
+            self._end(engine)
+
+    def _on_validation(self, engine: Engine) -> None:
         if engine.state.iteration >= self.iteration:
-            engine.terminate(reason=f"{ENDED}: {self.iteration} iterations", alike=True)
+            self.has_ended = True
+            self._end(engine)
+
+    def _end(self, engine: Engine) -> None:
+        engine.terminate(reason=f"{ENDED}: {self.iteration} iterations", alike=True)

@@ -1,11 +1,11 @@
-"""Finds what makes a result bad, by as few trials as it can: delta debugging over a set, bisection over a sequence.
+"""Finds what makes a result bad, by as few trials as it can: delta debugging over a set, bisection over a history.
 
 Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002), give the algorithm `ddmin`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from itertools import pairwise
 from typing import TypeVar
@@ -70,34 +70,48 @@ def causes(changes: Sequence[T], judge: Judge[T]) -> list[list[T]]:
     return found
 
 
-def first_bad(sequence: Sequence[T], judge: Callable[[T], Verdict]) -> tuple[list[T], list[T]]:
-    """The first bad one of a sequence that is good at first and bad from some place on.
+def first_bad(parents: Mapping[T, Collection[T]], judge: Callable[[T], Verdict]) -> tuple[list[T], list[T]]:
+    """The first bad one of a history with branches and merges, in which everything after a bad one is bad.
 
-    >>> first_bad([1, 2, 3, 4, 5], lambda each: Verdict.BAD if each >= 3 else Verdict.GOOD)
-    ([3], [])
+    A good one excludes what comes before it; a bad one limits the search to what comes before it.
+
+    >>> history = {"a": [], "b": ["a"], "side": ["a"], "merge": ["b", "side"]}
+    >>> first_bad(history, lambda each: Verdict.BAD if each in ("b", "merge") else Verdict.GOOD)
+    (['b'], [])
 
     Args:
-        sequence: the last one is bad, and what was before the first is good.
+        parents: of each, which precede it in the mapping; those that are not in it are good. The last one is bad, and
+            comes after all others.
         judge: the result of one.
 
     Returns:
         Those that may be the first bad one, which is a single one unless neighbours are unresolved; and these.
     """
-    low, high = -1, len(sequence) - 1  # good, bad
-    unresolved: set[int] = set()
-    while True:
-        open_ones = [at for at in range(low + 1, high) if at not in unresolved]
-        if not open_ones:
-            break
-        at = min(open_ones, key=lambda each: abs(2 * each - low - high))
-        verdict = judge(sequence[at])
+    order = list(parents)
+    bits = {each: 1 << at for at, each in enumerate(order)}
+    before: dict[T, int] = {}  # as bits: itself and its ancestors
+    for each in order:
+        before[each] = bits[each]
+        for parent in parents[each]:
+            before[each] |= before.get(parent, 0)
+    bad, left, unresolved = order[-1], before[order[-1]], 0
+
+    def excluded(each: T) -> int:
+        """How many are excluded at least by judging it."""
+        count = (before[each] & left).bit_count()
+        return min(count, left.bit_count() - count)
+
+    while open_ones := [each for each in order if bits[each] & left & ~unresolved and each != bad]:
+        at = max(open_ones, key=excluded)
+        verdict = judge(at)
         if verdict is Verdict.GOOD:
-            low = at
+            left &= ~before[at]
         elif verdict is Verdict.BAD:
-            high = at
+            bad, left = at, left & before[at]
         else:
-            unresolved.add(at)
-    return [sequence[at] for at in range(low + 1, high + 1)], [sequence[at] for at in range(low + 1, high)]
+            unresolved |= bits[at]
+    suspects = [each for each in order if bits[each] & left]
+    return suspects, suspects[:-1]
 
 
 def _split(items: Sequence[T], parts: int) -> list[list[T]]:

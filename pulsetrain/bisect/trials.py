@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pulsetrain.bisect.changes import Change, changes_between, settings_with
 from pulsetrain.bisect.search import Verdict
-from pulsetrain.configuration.yaml_text import read_yaml
+from pulsetrain.configuration.yaml_text import read_yaml, yaml_word
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.file_lock import lock
@@ -30,7 +30,7 @@ from pulsetrain.reproduce.rerun import checkpoint_before
 from pulsetrain.runs.command_end import STOPPED, TRAINED, error_in
 from pulsetrain.runs.summary import RunSummary, check_run, summarize
 
-__all__ = ["Pair", "Trial", "Trials", "read_pair"]
+__all__ = ["Pair", "Trial", "Trials", "handlers_until", "read_pair"]
 
 HANDLER = "pulsetrain.bisect.ending.EndAt"
 _STATE = "bisect.json"
@@ -62,6 +62,7 @@ class Trial:
     value: float | None
     verdict: Verdict
     error: str = ""
+    iteration: int | None = None  # at which it was judged; None where it failed
 
 
 def read_pair(good: Path, bad: Path, metric: str | None, mode: str | None = None) -> Pair:
@@ -211,6 +212,12 @@ class Trials:
                 f"{good.folder}: {self.pair.metric} is {good.value} with the settings of {self.pair.good}, and nothing "
                 "can be worse; exchange GOOD and BAD, or choose another --metric"
             )
+        if good.iteration != bad.iteration:
+            print(
+                f"pulsetrain: {good.folder} was judged at iteration {good.iteration:,}, {bad.folder} at "
+                f"{bad.iteration:,}: their lengths differ; choose --iterations at which both validate",
+                file=sys.stderr,
+            )
         worse = bad.value - good.value if self.pair.mode == "min" else good.value - bad.value
         if not math.isnan(bad.value) and worse <= self.noise:
             raise ConfigurationError(
@@ -248,10 +255,12 @@ class Trials:
         error = ""
         if not mark.exists() and not (error := start(folder)):
             mark.touch()
-        value = None if error else summarize(folder).last.get(self.pair.metric)
+        summary = None if error else summarize(folder)
+        value = None if summary is None else summary.last.get(self.pair.metric)
         if not error and value is None:
             error = f"it has recorded no {self.pair.metric}"
-        trial = Trial(name, folder, what, value, self._verdict(value), error)
+        iteration = None if summary is None else summary.iteration
+        trial = Trial(name, folder, what, value, self._verdict(value), error, iteration)
         self.all.append(trial)
         self.ended(trial)
         return trial.verdict
@@ -274,9 +283,10 @@ class Trials:
     def _train(self, folder: Path, changes: Sequence[Change]) -> str:
         good, bad = self.pair.configs
         settings = settings_with(good, bad, changes)
-        handlers = list(settings.get("handlers", good.get("handlers") or ()))
-        settings["handlers"] = [*handlers, {"class_path": HANDLER, "init_args": {"iteration": self.until}}]
-        words = [f"--{name}={_yaml(value)}" for name, value in settings.items()]
+        settings["handlers"] = handlers_until(self.until, settings.get("handlers", good.get("handlers") or ()))
+        if "run_dir" in (good.get("training") or {}) or "training.run_dir" in settings:
+            settings["training.run_dir"] = None
+        words = [f"--{name}={yaml_word(value)}" for name, value in settings.items()]
         if not self.pair.start:
             return self.run(folder, ["train", str(self.pair.good / "config.yaml"), "--run", str(folder), *words])
         if "parent" not in read_run_file(folder):
@@ -329,14 +339,17 @@ class Trials:
         return error_in(output.read_bytes()[before:].decode(errors="replace"))
 
 
-def _yaml(value: object) -> str:
-    """The value as a word of the command line: JSON, with the infinities of YAML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(name))}: {_yaml(each)}" for name, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    text = json.dumps(value, default=str)
-    return {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}.get(text, text)
+def handlers_until(iteration: int, handlers: Sequence[Any]) -> list[Any]:
+    """The handlers of a short run: its end is added, and none has a folder other than the run folder.
+
+    In a folder of the good run, the short run would resume from the good one's checkpoints, and write over them.
+    """
+    found = []
+    for each in handlers:
+        if isinstance(each, dict) and isinstance(arguments := each.get("init_args"), dict):
+            each = {**each, "init_args": {name: value for name, value in arguments.items() if name != "folder"}}
+        found.append(each)
+    return [*found, {"class_path": HANDLER, "init_args": {"iteration": iteration}}]
 
 
 def _read(state: Path) -> object:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.bisect.commits import commit_of, commits_between, notes_of, repository_of, train_commit
+from pulsetrain.bisect.commits import Commit, commit_of, commits_between, notes_of, repository_of, train_commit
 from pulsetrain.bisect.search import Verdict, causes, first_bad
 from pulsetrain.bisect.trials import Pair, Trial, Trials, read_pair
 from pulsetrain.cli.interrupts import sigterm_interrupts
@@ -17,6 +17,7 @@ from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.plain_text import format_count, plain
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
 
 __all__ = ["run"]
 
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     with until_closed():
         if arguments.format == "json":
             runs = [{"run": str(each.folder), **_row(each)} for each in trials.all]
-            print(json.dumps({"metric": pair.metric, "start": start, "until": until, **answer, "runs": runs}))
+            found = {"metric": pair.metric, "start": start, "until": until, **answer, "runs": runs}
+            print(json.dumps(found, allow_nan=False))
         else:
             print(_table(trials.all, pair))
             print("\n".join(plain(line, keep="\n") for line in answer["text"]))
@@ -78,22 +80,28 @@ def _settings(trials: Trials) -> dict[str, Any]:
     return {"causes": [[each.name for each in cause] for cause in found], "text": text + _failures(trials)}
 
 
-def _commits(trials: Trials, repository: Path, commits: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    pair = trials.pair
+def _commits(trials: Trials, repository: Path, commits: Sequence[Commit]) -> dict[str, Any]:
+    pair, good = trials.pair, commit_of(trials.pair.good)
     for note in notes_of(pair):
         print(f"pulsetrain: {note}", file=sys.stderr)
-    subjects = dict(commits)
+    known = {each.hash: each for each in commits}
 
     def check(commit: str) -> Verdict:
-        what = f"{commit[:12]} {subjects.get(commit, 'the commit of ' + str(pair.good))}"
+        subject = known[commit].subject if commit in known else f"the commit of {pair.good}"
+        what = f"{commit[:12]} {subject}"
         return trials.add(commit[:12], what, lambda folder: train_commit(trials, repository, commit, folder))
 
-    trials.controls_of(check, (commit_of(pair.good), commits[-1][0]))
-    suspects, unresolved = first_bad([commit for commit, _ in commits], check)
+    trials.controls_of(check, (good, commits[-1].hash))
+    suspects, unresolved = first_bad({each.hash: each.parents for each in commits}, check)
     text = [
         f"\nthe first commit with a worse {pair.metric}:" if len(suspects) == 1 else "\nit is one of these commits:"
     ]
-    text += [f"  {commit[:12]} {subjects[commit]}" for commit in suspects]
+    for commit in suspects:
+        text.append(f"  {commit[:12]} {known[commit].subject}")
+        for merged in known[commit].merged:
+            text.append(
+                f"    it merges commits without {good[:12]}, which were not trained: git log {good[:12]}..{merged[:12]}"
+            )
     if unresolved:
         text.append(f"{format_count(len(unresolved), 'commit')} before it cannot be trained")
     return {"causes": [suspects] if len(suspects) == 1 else [], "suspects": suspects, "text": text + _failures(trials)}
@@ -107,20 +115,27 @@ def _failures(trials: Trials) -> list[str]:
 
 
 def _show(trial: Trial) -> None:
-    value = trial.error if trial.error else f"{_number(trial.value)} {trial.verdict.value}"
+    judged = f"{_number(trial.value)} at iteration {_at(trial)}, {trial.verdict.value}"
+    value = trial.error if trial.error else judged
     print(plain(f"{trial.name}: {value}  ({trial.what})"), file=sys.stderr, flush=True)
 
 
 def _row(trial: Trial) -> dict[str, Any]:
-    return {"settings": trial.what, "value": trial.value, "verdict": trial.verdict.value, "error": trial.error}
+    verdict = {"iteration": trial.iteration, "verdict": trial.verdict.value, "error": trial.error}
+    value = None if trial.value is None else finite_or_text(trial.value)
+    return {"settings": trial.what, "value": value, **verdict}
 
 
 def _table(trials: Sequence[Trial], pair: Pair) -> str:
-    lines = [("run", pair.metric, "", "what it has of the worse run")]
+    lines = [("run", pair.metric, "", "iteration", "what it has of the worse run")]
     for each in trials:
-        lines.append((str(each.folder), _number(each.value), each.verdict.value, each.what))
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        lines.append((str(each.folder), _number(each.value), each.verdict.value, _at(each), each.what))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(plain("  ".join(map(str.ljust, line, widths)).rstrip()) for line in lines)
+
+
+def _at(trial: Trial) -> str:
+    return "-" if trial.iteration is None else f"{trial.iteration:,}"
 
 
 def _number(value: float | None) -> str:

@@ -41,6 +41,8 @@ def _compare_ranks(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"pulsetrain diff --ranks: compares bit for bit, and all ranks; leave --{name} out"
             )
+    if arguments.first:
+        raise ConfigurationError("pulsetrain diff --ranks: always shows the first difference alone; leave --first out")
     found = diff_ranks(arguments.a)
     with until_closed():
         print(json.dumps(found.as_dict()) if arguments.format == "json" else plain(str(found), keep="\n"))

@@ -23,6 +23,8 @@ POLL = 0.5  # seconds
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the events, and damaged parts on standard error."""
+    if arguments.check:
+        _refuse_with_check(arguments)
     for name in arguments.fields or ():
         check_field(name)
     where = None if arguments.where is None else predicate(arguments.where)
@@ -110,6 +112,26 @@ def follow(
             return
         wait(POLL)
         log.refresh()
+
+
+def _refuse_with_check(arguments: argparse.Namespace) -> None:
+    """--check reads the whole log, whatever else was asked for."""
+    for option, given in {
+        "--engine": arguments.engine is not None,
+        "--event": bool(arguments.event),
+        "--from": arguments.first is not None,
+        "--to": arguments.last is not None,
+        "--epoch": arguments.epoch != (None, None),
+        "--where": arguments.where is not None,
+        "--fields": arguments.fields is not None,
+        "--format": arguments.format != "table",
+        "--follow": arguments.follow,
+        "--superseded": arguments.superseded,
+    }.items():
+        if given:
+            raise ConfigurationError(
+                f"pulsetrain events --check: reads the whole log and prints no events; leave {option} out"
+            )
 
 
 def _check(log: EventLog) -> int:

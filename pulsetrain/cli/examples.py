@@ -16,7 +16,7 @@ from pathlib import Path
 from pulsetrain.cli.reports import OK, until_closed
 from pulsetrain.engine.errors import RunFolderError, unknown_name
 
-__all__ = ["copy_example", "project", "run"]
+__all__ = ["copy_example", "described", "project", "run"]
 
 _PROJECT = "project"  # what `pulsetrain init` copies
 _CONFIG = "config.yaml"
@@ -112,8 +112,13 @@ def _texts(example: Traversable) -> Iterator[str]:
             yield each.read_text(encoding="utf-8")
 
 
+def described() -> list[tuple[str, str]]:
+    """The name of each example that can be copied, and what it shows."""
+    return [(name, _about(each)) for name, each in _examples() if name != _PROJECT]
+
+
 def _lines() -> Iterator[str]:
-    found = [(name, _about(each)) for name, each in _examples() if name != _PROJECT]
+    found = described()
     width = max(len(name) for name, _ in found)
     for name, about in found:
         yield f"{name:{width}}  {about}"

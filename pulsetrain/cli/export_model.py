@@ -31,24 +31,29 @@ def run(arguments: argparse.Namespace) -> int:
     into: Path = arguments.into if arguments.into is not None else Path(folder.name + ENDINGS[form])
     check_target(into, run_holding(folder), form, arguments.force)
     with logs_on_stderr(), replacing(into) as partial:
-        written = _write_weights(folder, partial) if form == "safetensors" else _write_program(folder, partial, form)
+        if form == "safetensors":
+            written = _write_weights(folder, partial, arguments.averages)
+        else:
+            written = _write_program(folder, partial, form, arguments.averages)
     print(f"{into}: {written} of {f'{folder.name} of {run}' if isinstance(run, NamedPath) else folder}")
     return OK
 
 
-def _write_weights(folder: Location, file: Path) -> str:
+def _write_weights(folder: Location, file: Path, averages: bool) -> str:
     state = load_checkpoint(folder)
     if left_out_of(state) is None:
-        weights = weights_of(folder, state)
+        weights = weights_of(folder, state, averages)
         save_safetensors(holder_of(weights), file)
         return f"{len(weights):,} tensors"
-    model = merged(trained_model(folder))  # the checkpoint alone has adapters without what they adapt
+    model = merged(
+        trained_model(folder, averages=averages)
+    )  # the checkpoint alone has adapters without what they adapt
     save_safetensors(model, file)
     return f"{len(model.state_dict()):,} tensors, adapters merged,"
 
 
-def _write_program(folder: Location, file: Path, form: str) -> str:
-    model = trained_model(folder)
+def _write_program(folder: Location, file: Path, form: str, averages: bool) -> str:
+    model = trained_model(folder, averages=averages)
     inputs = example_inputs(folder, model)
     model = merged(model).eval()
     write = write_program if form == "torch_export" else write_onnx

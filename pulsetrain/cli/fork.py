@@ -11,6 +11,8 @@ from pathlib import Path
 from pulsetrain.cli.launch import Launch, launch_once, started_with
 from pulsetrain.cli.reports import OK
 from pulsetrain.cli.results import logs_on_stderr, run_folder
+from pulsetrain.configuration.parse import redacted_options
+from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import ranks
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     how = Launch.of(arguments.settings)
     if how is not None:
         status = _launch(how, folder, arguments, changes)
-        return status if status != OK else _train(arguments, how.options)
+        return status if status != OK else _train(arguments, how.options, changes)
     if ranks().world_size == 1 and not started_with():
         _refuse_one_process(folder, check_request(folder, arguments.at, arguments.into, changes))
     ranges = [parse_range(text) for text in arguments.skip_batches]
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if started_with():
         return OK  # the command that has started the processes continues
     count = ranks().world_size
-    return _train(arguments, [] if count == 1 or arguments.train else [f"--launch.nproc={count}"])
+    return _train(arguments, [] if count == 1 or arguments.train else [f"--launch.nproc={count}"], changes)
 
 
 def _launch(how: Launch, folder: Path, arguments: argparse.Namespace, changes: Mapping[str, str]) -> int:
@@ -75,16 +77,19 @@ def _refuse_one_process(folder: Path, checkpoint: Location) -> None:
     )
 
 
-def _train(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+def _train(arguments: argparse.Namespace, options: Sequence[str], changes: Mapping[str, str]) -> int:
     """Train the new run, or print the command that does."""
     folder = arguments.into
+    # config.yaml does not keep the credentials that were given to the fork
+    missing = redacted_options(read_yaml(folder / "config.yaml"))
+    again = {name: text for name, text in changes.items() if any(f"{each}.".startswith(f"{name}.") for each in missing)}
     words = ["train", str(folder / "config.yaml"), "--run", str(folder), "--resume", "latest", *options]
     if arguments.train:
         from pulsetrain.cli import main
 
-        return main(words)
+        return main([*words, *(f"--{name}={text}" for name, text in again.items())])
     if ranks().is_main:
-        print(f"train it: {shlex.join(['pulsetrain', *words])}")
+        print(f"train it: {shlex.join(['pulsetrain', *words, *(f'--{name}=VALUE' for name in again)])}")
     return OK
 
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from pulsetrain.cli.examples import copy_example, project
 from pulsetrain.cli.reports import OK
+from pulsetrain.configuration.class_paths import distribution
 
 __all__ = ["run"]
 
@@ -17,8 +18,11 @@ def run(arguments: argparse.Namespace) -> int:
     target = copy_example(project(), arguments.folder, "choose another NAME")
     place = shlex.quote(str(target))
     print(f"{target}: {', '.join(sorted(each.name for each in target.iterdir()))}")
-    print(f"train:   cd {place} && pulsetrain train config.yaml")
+    print(f"train:   cd {place} && {_needs('sklearn')}pulsetrain train config.yaml")
     print(f"resume:  cd {place} && pulsetrain train config.yaml --resume latest")
-    needs = "" if find_spec("pytest") is not None else "pip install pytest && "
-    print(f"test:    cd {place} && {needs}pytest")
+    print(f"test:    cd {place} && {_needs('pytest')}pytest")
     return OK
+
+
+def _needs(module: str) -> str:
+    return "" if find_spec(module) is not None else f"pip install {distribution(module)} && "

@@ -30,7 +30,7 @@ class Launch:
     """How many processes to start.
 
     Args:
-        nproc: processes on this machine, which share out each batch.
+        nproc: processes on this machine, which divide each batch.
         min_nproc: the least to restart with if processes keep failing before the next checkpoint; by default `nproc`.
         nnodes: machines of the run; a run on several needs, on each, this setting and the next three.
         node_rank: which of the machines this is, counted from 0.

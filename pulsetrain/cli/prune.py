@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from pulsetrain.cli.reports import FAILED, OK
+from pulsetrain.cli.reports import FAILED, OK, USAGE
 from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 from pulsetrain.engine.plain_text import format_count, plain
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.prune import Pruned, prune, superfluous
@@ -26,7 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.older_than is not None and not arguments.older_than >= 0:
         raise ConfigurationError(f"--older-than {arguments.older_than:g}: needs days, 0 or more")
     every = RunIndex(arguments.folder).summaries()
-    found = [_pruned(each, every, arguments) for each in select_runs(every, arguments.where)]
+    found: list[Pruned] = []
+    failed: list[Path] = []
+    for summary in select_runs(every, arguments.where):
+        with _reported(summary.folder, failed):
+            found.append(_pruned(summary, every, arguments))
     found = [each for each in found if each.checkpoints]
     for each in found:
         names = [path.name for path in each.checkpoints]
@@ -36,10 +43,25 @@ def run(arguments: argparse.Namespace) -> int:
     total = _described(sum(len(each.checkpoints) for each in found), sum(each.size for each in found))
     if not arguments.yes:
         print(f"would delete {total}; nothing was deleted: add --yes" if found else "nothing to delete")
-        return OK
-    kept = [path for each in found for path in prune(each)]
+        return USAGE if failed else OK
+    kept: list[Path] = []
+    for each in found:
+        there = each.checkpoints
+        with _reported(each.run, failed):
+            there = prune(each)
+        kept += there
     print(f"deleted {total}" if not kept else f"{format_count(len(kept), 'checkpoint')} not deleted: {kept[0]} ...")
-    return FAILED if kept else OK
+    return USAGE if failed else FAILED if kept else OK
+
+
+@contextmanager
+def _reported(run: Path, failed: list[Path]) -> Iterator[None]:
+    """One run that cannot be read or changed is named, and the other runs are pruned."""
+    try:
+        yield
+    except (PulsetrainError, OSError) as error:
+        print(f"pulsetrain: error: {plain(f'{run}: {error}')}; its checkpoints are kept", file=sys.stderr)
+        failed.append(run)
 
 
 def _described(checkpoints: int, size: int) -> str:
@@ -51,5 +73,12 @@ def _pruned(summary: RunSummary, every: list[RunSummary], arguments: argparse.Na
     if summary.status.is_going or (arguments.older_than is not None and age < arguments.older_than * 86400):
         return Pruned(summary.folder, [], 0)
     parents = [each.parent for each in every if each.parent is not None]
-    names = {str(each.get("checkpoint")) for each in parents if Path(str(each["run"])) == summary.folder.resolve()}
+    names = {str(each.get("checkpoint")) for each in parents if _is_run(each, summary)}
     return superfluous(summary.folder, arguments.keep_last, names)
+
+
+def _is_run(parent: Mapping[str, object], summary: RunSummary) -> bool:
+    """Whether a fork was made from the run, which may have been moved since."""
+    return (bool(summary.id) and parent.get("id") == summary.id) or (
+        Path(str(parent["run"])) == summary.folder.resolve()
+    )

@@ -7,24 +7,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import yaml
 
 from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
-from pulsetrain.configuration.claim import holds_run
-from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.shipped_handlers import HANDLERS, ShippedHandlers
 from pulsetrain.configuration.yaml_text import load_yaml, one_line
-from pulsetrain.engine import ConfigurationError, Events, MetricNotFoundError, PulsetrainError
-from pulsetrain.engine.metrics import canonical
+from pulsetrain.engine import ConfigurationError, MetricNotFoundError, PulsetrainError
 from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.engine.recording.replay.playback import Replay, Stop
-from pulsetrain.handlers import LossSpikeGuard
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.reproduce.what_if import ReplayedHandler, check_apart, make_handler, replay_to
 
 __all__ = ["run", "parse_handler"]
 
@@ -35,14 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Replay each run through each handler, and print the results."""
     variants = [(text, parse_handler(text)) for text in arguments.handlers]
     for text, spec in variants:
-        _keep_apart(text, spec)  # all are checked before the first is played
+        check_apart(spec, f"--handler {text}", partial(_make, text, spec))  # all are checked before the first is played
     logs = [(run, EventLog(run, arguments.rank)) for run in arguments.runs]
     rows = [
         _what_if(run, log, text, _make(text, spec), arguments.engine) for run, log in logs for text, spec in variants
     ]
     with until_closed():
         if arguments.format == "json":
-            print("\n".join(json.dumps(row) for row in rows))
+            for row in rows:
+                best = row["best"] if not isinstance(row["best"], float) else finite_or_text(row["best"])
+                print(json.dumps({**row, "best": best}, allow_nan=False))
         else:
             print(plain(_table(rows), keep="\n"))
     failed = [f"{row['run']}: {row['error']}" for row in rows if row["error"] is not None]
@@ -82,19 +81,10 @@ def parse_handler(text: str) -> dict[str, Any]:
     return {"class_path": name, "init_args": given}
 
 
-class Handler(Protocol):
-    """What can be attached to a replayed run."""
-
-    def attach(self, engine: Replay) -> object: ...
-
-
-def _make(text: str, spec: Mapping[str, object]) -> Handler:
+def _make(text: str, spec: Mapping[str, object]) -> ReplayedHandler:
     name = str(spec["class_path"])
     in_words = {**spec, "class_path": name if "." in name else _in_words(name)}
-    handler: Handler = instantiate(in_words, f"--handler {text}", _shipped(), settings=f"--handler {name}")
-    if not callable(getattr(handler, "attach", None)):
-        raise ConfigurationError(f"--handler {text}: {type(handler).__name__} is not a handler: it has no attach()")
-    return handler
+    return make_handler(in_words, f"--handler {text}", _shipped(), settings=f"--handler {name}")
 
 
 def _shipped() -> ShippedHandlers:
@@ -109,25 +99,21 @@ def _in_words(name: str) -> str:
 
 
 def _what_if(
-    run: os.PathLike[str], log: EventLog, text: str, handler: Handler, engine: str | None
+    run: os.PathLike[str], log: EventLog, text: str, handler: ReplayedHandler, engine: str | None
 ) -> dict[str, object]:
     """One row: what the handler would have done in the run."""
+    stop: Stop | None = None
     failed: str | None = None
     try:
         # damage is printed after the table, once for each run
         replay = Replay(log, engine=engine, obey_terminate=True, warn_of_damage=False)
         try:
-            _check_metric(log, replay, handler)
-            handler.attach(replay)
-            replay.run()
+            stop = replay_to(replay, [handler])
         except MetricNotFoundError as error:
             failed = str(error)
-        finally:
-            getattr(handler, "detach", lambda: None)()
     except PulsetrainError as error:
         raise error.with_text(f"{run}: {error}") from error
     total = replay.last_iteration
-    stop: Stop | None = replay.stops[0] if replay.stops and failed is None else None
     return {
         "run": str(run),
         "handler": text,
@@ -138,48 +124,6 @@ def _what_if(
         "saved": total - stop.iteration if stop is not None else 0,
         "error": failed,
     }
-
-
-def _check_metric(log: EventLog, replay: Replay, handler: object) -> None:
-    metric = getattr(handler, "metric", None)
-    if not isinstance(metric, str) or isinstance(handler, LossSpikeGuard):  # whose metric is a loss of the step
-        return
-    name, known, has_rollouts = type(handler).__name__, dict[str, object](), False
-    for event in log.read(engine=replay.name, event={event.value for event in METRIC_EVENTS}):
-        metrics = event.payload.get("metrics") if type(event.payload) is dict else None
-        known |= metrics if type(metrics) is dict else {}
-        has_rollouts = has_rollouts or event.event != Events.VALIDATION_COMPLETED.value
-        if not has_rollouts or _flat(metric) in map(_flat, known):
-            return  # the handler itself reports a metric that a validation lacks
-    if known:  # one rollout may lack a metric, but not all of them
-        canonical(metric, known, place=name)
-    raise MetricNotFoundError(
-        f"this metric does not exist: no validation of {replay.name!r} is in the log", name, metric=metric
-    )
-
-
-def _flat(name: str) -> str:
-    return name.replace("/", "_")
-
-
-def _keep_apart(text: str, spec: Mapping[str, Any]) -> None:
-    """Reject a handler that would write into a run: recorded runs are only read."""
-    given = _paths(spec["init_args"].get)
-    _refuse_runs(text, given)
-    handler = _make(text, spec)  # it may make its folder
-    own = _paths(lambda name: getattr(handler, name, None))
-    _refuse_runs(text, [path for path in own if not any(path.is_relative_to(folder) for folder in given)])
-
-
-def _paths(value_of: Callable[[str], object]) -> list[Path]:
-    found = [value_of(name) for name in ("folder", "path")]
-    return [Path(each).resolve() for each in found if isinstance(each, Path | str) and "://" not in str(each)]
-
-
-def _refuse_runs(text: str, paths: Sequence[Path]) -> None:
-    for folder in (folder for path in paths for folder in (path, *path.parents)):
-        if holds_run(folder):
-            raise ConfigurationError(f"--handler {text}: would write into the run {folder}; choose another folder")
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

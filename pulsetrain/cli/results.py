@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from pulsetrain.engine.checkpoint.manifest import is_checkpoint_name
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.plain_text import format_count
-from pulsetrain.handlers import Checkpointer, EventRecorder
-from pulsetrain.handlers.loggers.run_summary import best_in_history
+from pulsetrain.handlers import Checkpointer, EventRecorder, SampleText
+from pulsetrain.handlers.loggers.run_summary import best_in_history, report_command
+from pulsetrain.handlers.metric_values.step_values import on_host, scalars
 
 __all__ = ["logs_on_stderr", "resume_command", "run_folder", "summary", "unsaved"]
 
@@ -41,7 +41,7 @@ def summary(assembly: Assembly, seconds: float) -> str:
         ("stopped", state.stop_reason or f"after {format_count(state.epoch, 'epoch')}"),
         ("trained", f"{', '.join(counts)}, {seconds:.0f} s"),
     ]
-    for name, value in state.metrics.items():
+    for name, value in on_host(scalars(state.metrics)).items():  # handlers may put anything there
         best = best_in_history(trainer, name)
         of_all = "" if best is None or f"{best:.4f}" == f"{value:.4f}" else f" (best {best:.4f})"
         rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}{of_all}"))
@@ -51,12 +51,11 @@ def summary(assembly: Assembly, seconds: float) -> str:
     paths += [("best saved", str(each)) for each in _best_checkpoints(assembly)]
     paths.append(("run folder", str(folder)))
     if any(isinstance(handler, EventRecorder) for handler in trainer.handlers):
-        needs = "" if find_spec("plotly") is not None else " (first: pip install plotly)"
-        paths.append(("report", f"{shlex.join([*program(), 'report', str(folder)])}{needs}"))
+        paths.append(("report", report_command(folder, program())))
         if ranks().world_size == 1:
             paths.append(("verify", f"{shlex.join([*program(), 'verify', str(folder)])}"))
     width = max(len(name) for name, _ in rows + paths) + 2
-    summaries = [handler.summary() for handler in trainer.handlers if callable(getattr(handler, "summary", None))]
+    summaries = [handler.summary() for handler in trainer.handlers if isinstance(handler, SampleText)]
     lines = ["", *_table(rows, width)]
     for text in filter(None, summaries):
         lines += ["", text, ""]

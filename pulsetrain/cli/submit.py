@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.backends.torch_computation import find_device
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
 from pulsetrain.submit import kubernetes, slurm
-from pulsetrain.submit.local_queue import LocalQueue, default_folder
+from pulsetrain.submit.local_queue import LocalQueue, default_folder, environment_here
 from pulsetrain.submit.submission import FOLDER, Resources, Submission, check_words, job_name, memory_of, minutes_of
 from pulsetrain.submit.topology import layout_of
 
@@ -34,10 +35,15 @@ _OF = {
 }
 
 
+class _TakenError(Exception):
+    """Another submission has made the folder since it was chosen."""
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job or jobs, or print what would be submitted."""
     for name, targets in _OF.items():
-        if getattr(arguments, name) not in (None, False) and arguments.to not in targets:
+        given = getattr(arguments, name)
+        if given is not None and given is not False and arguments.to not in targets:
             raise ConfigurationError(
                 f"--{name}: is for --to {' or '.join(targets)}, not for {arguments.to}; leave it out"
             )
@@ -57,10 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
         return print_status(LocalQueue(default_folder()), arguments.cancel)
     if arguments.config is None:
         raise ConfigurationError("CONFIG: is missing; give the configuration or the sweep to submit")
-    submission = _sweep(arguments) if _is_sweep(arguments.config) else _run(arguments)
-    for words in (*submission.commands, [arguments.name or ""]):
-        check_words(words)
-    return {"local": _to_local, "slurm": _to_slurm, "kubernetes": _to_kubernetes}[arguments.to](arguments, submission)
+    target = {"local": _to_local, "slurm": _to_slurm, "kubernetes": _to_kubernetes}[arguments.to]
+    while True:
+        submission = _sweep(arguments) if _is_sweep(arguments.config) else _run(arguments)
+        for words in (*submission.commands, [arguments.name or ""]):
+            check_words(words)
+        try:
+            return target(arguments, submission)
+        except _TakenError as error:
+            if submission.new == submission.folder:
+                raise _submitted_already(submission.folder.parent) from error
+            # else the next number
 
 
 def _is_sweep(path: Path) -> bool:
@@ -86,6 +99,7 @@ def _run(arguments: argparse.Namespace) -> Submission:
     except PulsetrainError as error:
         raise in_settings(error) from error
     pattern = str(arguments.folder or config["run"])
+    new = None
     if arguments.to == "kubernetes":
         if "{n}" in pattern:
             raise ConfigurationError(
@@ -95,11 +109,10 @@ def _run(arguments: argparse.Namespace) -> Submission:
         folder = Path(pattern)
     else:
         folder = resolve_folder(pattern, resume=arguments.resume)
-        if arguments.resume is None and (folder / FOLDER).exists():
-            raise RunFolderError(
-                f"run folder {folder}: a job for it was submitted already; choose another with --run, or continue it "
-                "with --resume latest"
-            )
+        if arguments.resume is None:
+            new = folder if "{n}" in pattern else folder / FOLDER
+            if new != folder and new.exists():
+                raise _submitted_already(folder)
     words = ["train", _path(arguments.config), *(f"--{name}={text}" for name, text in settings.items())]
     if arguments.to == "local":
         if layout.nnodes > 1:
@@ -110,16 +123,25 @@ def _run(arguments: argparse.Namespace) -> Submission:
         raise ConfigurationError("--launch.min_nproc: is for --to local; a cluster gives a job what it asks for")
     words += [f"--folder={folder}", "--resume=latest", "--wait"]
     needs = _resources(arguments, config, layout.nproc, layout.nnodes)
-    return Submission(_name(arguments, folder), (tuple(words),), folder / FOLDER, needs)
+    return Submission(_name(arguments, folder), (tuple(words),), folder / FOLDER, needs, new)
+
+
+def _submitted_already(folder: Path) -> RunFolderError:
+    return RunFolderError(
+        f"run folder {folder}: a job for it was submitted already; choose another with --run, or continue it with "
+        "--resume latest"
+    )
 
 
 def _sweep(arguments: argparse.Namespace) -> Submission:
-    """An array of jobs, which share out the trials of a sweep."""
-    from pulsetrain.sweep.spec import read_spec
+    """An array of jobs, which divide the trials of a sweep."""
+    from pulsetrain.sweep.spec import STORAGE, read_spec
 
     for name in arguments.settings:
         raise ConfigurationError(f"--{name}: {arguments.config} is a sweep, whose settings are in its file")
     spec = read_spec(arguments.config)
+    if arguments.to == "local" and not arguments.show and spec.storage in (None, os.environ.get(STORAGE)):
+        _check_storage(LocalQueue(default_folder()))
     is_population = spec.sampler == "population"
     if is_population and arguments.workers not in (None, 1):
         raise ConfigurationError(
@@ -135,6 +157,19 @@ def _sweep(arguments: argparse.Namespace) -> Submission:
         commands.append((*words, "--worker", str(index)) if count > 1 else tuple(words))
     needs = _resources(arguments, dict(spec.base or {}), 1, 1)
     return Submission(_name(arguments, folder), tuple(commands), folder / FOLDER, needs)
+
+
+def _check_storage(queue: LocalQueue) -> None:
+    """Refuse a sweep whose jobs would find another storage in their environment, which is that of the queue."""
+    from pulsetrain.sweep.spec import STORAGE
+
+    here, there = (each.get(STORAGE) or None for each in (environment_here(), queue.environment))
+    if here != there and queue.is_running:
+        raise ConfigurationError(
+            f"{STORAGE}: is {here or 'not set'} here, and {there or 'not set'} where the queue of this machine was "
+            "started, whose environment the jobs get; submit the sweep when no job is left, or set PULSETRAIN_QUEUE "
+            "to another folder"
+        )
 
 
 def _resources(arguments: argparse.Namespace, config: dict[str, Any], processes: int, nodes: int) -> Resources:
@@ -168,14 +203,13 @@ def _to_local(arguments: argparse.Namespace, submission: Submission) -> int:
                 print(f"{needed} device(s): {_shell(words)}")
         return OK
     queue = LocalQueue(default_folder())
-    if arguments.devices is not None or queue.devices is None:
-        queue.devices = devices_here(arguments.devices)
+    _set_devices(queue, arguments.devices, devices_here(arguments.devices))
     total = len(queue.devices or ())
     if needed > total:
         raise ConfigurationError(
-            f"--launch.nproc={needed}: the queue of this machine shares out {total} device(s); --devices sets more"
+            f"--launch.nproc={needed}: the queue of this machine has {total} device(s); --devices sets more"
         )
-    with _made(submission.folder):
+    with _made(submission):
         numbers = queue.add(
             submission.commands, name=arguments.name or str(submission.folder.parent), directory=Path.cwd(),
             python=sys.executable, output=submission.folder, devices=needed, restarts=arguments.restarts,
@@ -188,6 +222,24 @@ def _to_local(arguments: argparse.Namespace, submission: Submission) -> int:
     return OK
 
 
+def _set_devices(queue: LocalQueue, count: int | None, here: list[str]) -> None:
+    """Give the queue these devices, unless jobs are left that have been submitted for others and none are asked for."""
+    before = queue.devices
+    if count is not None or before is None or not queue.jobs(ended=False):
+        if here != before:
+            queue.devices = here
+    elif here != before and any((*here, *before)):  # a number of slots was chosen
+        print(
+            f"pulsetrain: note: the queue keeps its devices while jobs are left: {_devices(before)}; visible here: "
+            f"{_devices(here)}, which --devices {len(here)} gives it now",
+            file=sys.stderr,
+        )
+
+
+def _devices(names: list[str]) -> str:
+    return f"GPU {', '.join(names)}" if any(names) else f"{len(names)} slot(s) without a GPU"
+
+
 def _to_slurm(arguments: argparse.Namespace, submission: Submission) -> int:
     if arguments.show:
         with until_closed():
@@ -195,7 +247,7 @@ def _to_slurm(arguments: argparse.Namespace, submission: Submission) -> int:
             for index, words in enumerate(submission.commands):
                 print(f"# {'task ' + str(index) + ': ' if len(submission.commands) > 1 else ''}{_shell(words)}")
         return OK
-    with _made(submission.folder):
+    with _made(submission):
         numbers = slurm.submit(submission)
     _print_submitted(numbers, submission, f"{submission.folder}/JOB_0_log.out")
     return OK
@@ -215,10 +267,17 @@ def _to_kubernetes(arguments: argparse.Namespace, submission: Submission) -> int
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def _made(submission: Submission) -> Iterator[None]:
     """The folder of a submission; where it fails, what was made for it and is empty is removed."""
+    folder, new = submission.folder, submission.new
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        if new is not None:
+            new.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                new.mkdir()
+            except FileExistsError as error:
+                raise _TakenError from error
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFolderError(f"{folder}: cannot be made: {error.strerror}; choose another with --run") from error

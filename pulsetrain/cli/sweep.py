@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from pulsetrain.cli import main
 from pulsetrain.cli.interrupts import sigterm_interrupts
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.plain_text import plain
 from pulsetrain.runs.summary import Status, is_run, summarize
@@ -34,10 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(_table(replace(found, trials=tuple(map(_noting_killed, found.trials)))))
         return OK
     spec = _read(arguments)
-    if spec.replay and not arguments.train:
-        return _replay(spec)
     from pulsetrain.sweep.coordinator import run_sweep
 
+    if not arguments.train:
+        _note_replay(arguments.sweep, spec)
     for metric, mode in spec.directions.items():
         if infer_mode(metric) not in (None, mode):
             other = "smaller" if mode == "max" else "larger"
@@ -81,7 +76,8 @@ def _written(spec: Spec, results: SweepResults) -> dict[str, object]:
         said |= {"Pareto front": f"trials {', '.join(map(str, front))}", "configurations": folder / "front"}
     elif (best := results.best) is not None:
         _write_config(spec, best, folder / "best.yaml")
-        said |= {"best trial": f"{best.number}: {best.folder}"}
+        where = f"replayed from {', '.join(spec.replay)}" if spec.replay else best.folder
+        said |= {"best trial": f"{best.number}: {where}"}
         if spec.sampler == "population":
             said |= {"lineage": " -> ".join(map(str, lineage_of(best.folder)))}
         said |= {"configuration": folder / "best.yaml"}
@@ -90,39 +86,23 @@ def _written(spec: Spec, results: SweepResults) -> dict[str, object]:
 
 def _read(arguments: argparse.Namespace) -> Spec:
     given = {name: getattr(arguments, name) for name in ("trials", "workers", "folder")}
+    given["replay"] = [] if arguments.train else None
     return read_spec(arguments.sweep, {name: value for name, value in given.items() if value is not None})
 
 
-def _replay(spec: Spec) -> int:
-    """Answer from the logs of recorded runs: only arguments of one handler vary."""
-    handlers = {name.split(".")[1] for name in spec.space if name.startswith("handlers.") and name.count(".") == 2}
-    if len(handlers) != 1 or any(not name.startswith("handlers.") for name in spec.space):
-        other = next((name for name in spec.space if not name.startswith("handlers.")), "handlers")
-        raise ConfigurationError(
-            f"replay: {other} changes what is trained, and recorded runs cannot answer that; only the arguments of one "
-            "handler may vary, such as handlers.EarlyStopping.patience; leave replay out, or add --train"
+def _note_replay(path: Path, spec: Spec) -> None:
+    """Print that recorded runs answer, or how they could."""
+    from pulsetrain.sweep.replayed import recorded_runs
+
+    text = f"answered from the logs of {len(spec.replay)} run(s), without training; --train trains"
+    if not spec.replay:
+        if (Path(spec.folder) / "trials").exists() or (found := recorded_runs(spec)) is None:
+            return
+        text = (
+            "the settings that vary only decide where a run ends, and recorded runs can answer that without training; "
+            f"to use those of the same configuration, add to {path}:\n    replay: [{', '.join(found) or 'RUN, ...'}]"
         )
-    if any(not isinstance(values, tuple) for values in spec.space.values()):
-        raise ConfigurationError("replay: needs lists of values, not ranges; all combinations are replayed")
-    (handler,) = handlers
-    fixed = _arguments_of(spec, handler)
-    print(
-        f"only {handler} varies: answered from the logs of {len(spec.replay)} run(s), without training; --train trains",
-        file=sys.stderr,
-    )
-    texts = []
-    for values in itertools.product(*(each for each in spec.space.values() if isinstance(each, tuple))):
-        given = {**fixed, **{name.split(".")[2]: value for name, value in zip(spec.space, values, strict=True)}}
-        texts.append(f"{handler}:" + ",".join(f"{name}={json.dumps(value)}" for name, value in given.items()))
-    words = [word for text in texts for word in ("--handler", text)]
-    return main(["replay", *spec.replay, *words])
-
-
-def _arguments_of(spec: Spec, handler: str) -> dict[str, object]:
-    for each in (spec.base or {}).get("handlers") or ():
-        if isinstance(each, dict) and str(each.get("class_path")).rpartition(".")[2] == handler:
-            return dict(each.get("init_args") or {})
-    return {}
+    print(f"pulsetrain: note: {text}", file=sys.stderr)
 
 
 def _noting_killed(trial: Trial) -> Trial:
@@ -142,9 +122,11 @@ def _table(results: SweepResults) -> str:
     """The trials, the best first by the first metric; then those without values."""
     metrics = list(results.directions)
     params = list(dict.fromkeys(name for trial in results.trials for name in trial.params))
-    rows = [("trial", "state", *metrics, *params, "error")]
+    replayed = results.is_replayed
+    rows = [("trial", "state", *metrics, *(["iterations"] if replayed else []), *params, "error")]
     for trial in results.ordered:
         values = [text_of(trial.values[name]) if name in trial.values else "-" for name in metrics]
+        values += ["-" if trial.iterations is None else f"{trial.iterations:,}"] if replayed else []
         given = [text_of(trial.params[name]) if name in trial.params else "-" for name in params]
         rows.append((str(trial.number), trial.state, *values, *given, trial.error))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
@@ -154,14 +136,17 @@ def _table(results: SweepResults) -> str:
 def _write_config(spec: Spec, trial: Trial, path: Path) -> None:
     """The base configuration with the values of a trial."""
     from pulsetrain.configuration.parse import read_config
+    from pulsetrain.configuration.yaml_text import dump_yaml
     from pulsetrain.handlers.run_files.redaction import redacted
     from pulsetrain.sweep.trials import settings_of
 
     config = read_config(Path(spec.config), settings_of(spec, trial.params))
     name = path.stem if path.parent == Path(spec.folder) else f"trial-{trial.number}"
     text = f"# trial {trial.number} of {spec.folder}: {trial.values_text} at its {spec.value} validation\n"
+    if spec.replay:
+        text += f"# replayed from {', '.join(spec.replay)}; values are means over the runs, iterations their sum\n"
     if spec.sampler == "population":
         text += "# the last settings of its lineage; the run folders of the lineage have those before\n"
     path.parent.mkdir(exist_ok=True)
-    text += yaml.safe_dump({**redacted(config), "run": f"runs/{name}-{{n}}"}, sort_keys=False, allow_unicode=True)
+    text += dump_yaml({**redacted(config), "run": f"runs/{name}-{{n}}"})
     path.write_text(text, encoding="utf-8")

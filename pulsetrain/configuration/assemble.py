@@ -13,11 +13,11 @@ from pulsetrain.configuration.claim import Claim, SharedClaim, has_checkpoint, r
 from pulsetrain.configuration.class_paths import Factory, look_in
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
-from pulsetrain.configuration.parse import differences
+from pulsetrain.configuration.parse import differences, redacted_options
 from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.configuration.yaml_text import load_yaml
-from pulsetrain.engine import ConfigurationError, Events, JaxBackend, PulsetrainError, TorchBackend, backends
+from pulsetrain.engine import ConfigurationError, Events, JaxBackend, MegatronBackend, PulsetrainError, TorchBackend
 from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.checkpoint import resolve
 from pulsetrain.engine.data import rng
@@ -25,7 +25,7 @@ from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.distributed.joining import join
 from pulsetrain.engine.distributed.topology import Topology
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.run_files.redaction import redacted
+from pulsetrain.handlers.run_files.redaction import REDACTED, redacted
 from pulsetrain.trainer import Trainer
 
 __all__ = ["BACKENDS", "STRATEGIES", "Assembly", "Parts", "assemble", "make_parts", "topology_of", "with_run_folder"]
@@ -37,8 +37,10 @@ STRATEGIES: dict[str, Factory] = {
 BACKENDS: dict[str, Factory] = {
     "TorchBackend": TorchBackend,
     "JaxBackend": JaxBackend,
-    "MegatronBackend": backends.MegatronBackend,
-    **backends.BACKENDS,
+    "MegatronBackend": MegatronBackend,
+    "torch": TorchBackend,
+    "jax": JaxBackend,
+    "megatron": MegatronBackend,
 }
 
 
@@ -91,6 +93,11 @@ def assemble(
     Raises:
         PulsetrainError: a part cannot be made; the message names it.
     """
+    if missing := redacted_options(config):
+        raise ConfigurationError(
+            f"{', '.join(missing)}: a credential is {REDACTED} in this configuration, which is of a run folder or was "
+            f"copied from one; give it again: {' '.join(f'--{name}=VALUE' for name in missing)}"
+        )
     pattern, control = str(folder or config["run"]), join()
     run_folder, settings = control.main_decides(
         lambda: _folder_and_settings(config, pattern, resume, chosen=folder is not None)

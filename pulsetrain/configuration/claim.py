@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
+from pulsetrain.configuration.yaml_text import dump_yaml
 from pulsetrain.engine.checkpoint import find_checkpoints, resolve
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import Checkpointer
@@ -60,7 +59,7 @@ def resolve_folder(pattern: str, *, resume: str | None = None, chosen: bool = Tr
         raise RunFolderError(f"run folder {folder}: is a file; choose another with --run")
     if resume != "latest" and holds_run(folder) and (own is None or folder.resolve() != own.resolve()):
         raise RunFolderError(
-            f"run folder {folder}: already holds a run, and nothing is overwritten; resume it by --resume latest, "
+            f"run folder {folder}: already holds a run, which is not overwritten; resume it by --resume latest, "
             f"or choose another with --run {_beside(folder)}"
         )
     return folder
@@ -161,7 +160,7 @@ def write_description(folder: Path, config: Mapping[str, object], trainer: Train
         RunFolderError: the folder cannot be written.
     """
     try:
-        text = yaml.safe_dump(redacted(dict(config)), sort_keys=False, allow_unicode=True)
+        text = dump_yaml(redacted(dict(config)))
         (folder / "config.yaml").write_text(text, encoding="utf-8")
         write_run_file(folder, trainer, base=str(base.resolve()))
     except OSError as error:

@@ -13,9 +13,10 @@ from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.names_0_1 import current_module, current_path
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["Factory", "find", "look_in", "outdated_import"]
+__all__ = ["Factory", "distribution", "find", "look_in", "outdated_import"]
 
 Factory = Callable[..., object]  # a class or function that a class path names
+_DISTRIBUTIONS = {"PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn"}
 
 
 def find(path: object, location: str, shipped: Mapping[str, Factory]) -> Factory:
@@ -55,8 +56,28 @@ def _not_imported(named: str, module: str, error: Exception) -> ConfigurationErr
             f"{named}: there is no module {error.name!r}; "
             "it is looked for beside the configuration file, then among the installed packages"
         )
-    kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
-    return ConfigurationError(f"{named}: importing {module} failed: {outdated_import(error) or f'{kind}{error}'}")
+    failed = f"{named}: importing {module} failed: "
+    if outdated := outdated_import(error):
+        return ConfigurationError(f"{failed}{outdated}")
+    if isinstance(error, ModuleNotFoundError):
+        return ConfigurationError(f"{failed}{error}{_remedy(error.name or '')}")
+    return ConfigurationError(f"{failed}{type(error).__name__}: {error}")
+
+
+def _remedy(missing: str) -> str:
+    top = missing.partition(".")[0]
+    if top in _DISTRIBUTIONS:
+        return f"; pip install {distribution(top)}"
+    return f"; install the package that provides {missing!r}, or put the module beside the configuration file"
+
+
+def distribution(module: str) -> str:
+    """What pip installs for a module, where the names differ.
+
+    >>> distribution("sklearn"), distribution("pytest")
+    ('scikit-learn', 'pytest')
+    """
+    return _DISTRIBUTIONS.get(module, module)
 
 
 def outdated_import(error: BaseException) -> str:

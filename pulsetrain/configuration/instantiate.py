@@ -151,7 +151,7 @@ def _nested(value: object, hint: object, location: str) -> object:
     kinds = _alternatives(hint)
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return int(value)  # 1e6: YAML has no exponents for whole numbers
-    if not isinstance(value, Mapping) or any(_is_mapping(kind) for kind in kinds):
+    if not isinstance(value, Mapping) or any(_is_kind(kind, Mapping) for kind in kinds):
         return value
     if "class_path" in value and Any not in kinds:
         return instantiate(value, location)
@@ -184,6 +184,15 @@ def _converted(
     for key, value in made.items():
         if not isinstance(value, plain[key]):
             raise ConfigurationError(f"needs {_words(plain[key])}", **{f"{settings}.{key}": value})
+    # jsonargparse reads a text as YAML where any value is taken: "007" would be 7; a default may say what is taken
+    named = named_parameters(factory)
+    bare = {key: each.default for key, each in named.items() if each.annotation is each.empty}
+    untyped = {key for key, default in bare.items() if default is inspect.Parameter.empty or default is None}
+    made |= {
+        key: value
+        for key, value in arguments.items()
+        if isinstance(value, str) and (key in untyped or _takes_anything(hints.get(key)))
+    }
     try:
         parser = signature_parser(factory, made.keys())
         # copies: jsonargparse puts the objects that a list names into that list, and the configuration is written later
@@ -195,7 +204,25 @@ def _converted(
             raise ConfigurationError(f"needs {words}", **{f"{settings}.{key}": arguments[key]}) from error
         text = " ".join(str(error).split())
         raise ConfigurationError(f"{settings}: {name} cannot take these: {text}") from error
-    return {**converted.as_dict(), **made}
+    found = {key: value for key, value in converted.as_dict().items() if key in arguments}  # not the defaults
+    return {**{key: _with_texts(arguments[key], value, hints.get(key)) for key, value in found.items()}, **made}
+
+
+def _takes_anything(hint: object) -> bool:
+    return [kind for kind in _alternatives(hint) if kind is not type(None)] in ([Any], [object])
+
+
+def _with_texts(given: object, found: object, hint: object) -> object:
+    """The value found, with texts as they were given inside of dict[str, Any] and the like."""
+    if isinstance(given, str):
+        return given if _takes_anything(hint) else found
+    for kind in _alternatives(hint):
+        inner = (typing.get_args(kind) or (None,))[-1]
+        if isinstance(given, Mapping) and isinstance(found, dict) and _is_kind(kind, Mapping):
+            found = {key: _with_texts(given.get(key), each, inner) for key, each in found.items()}
+        elif isinstance(given, list) and isinstance(found, list) and _is_kind(kind, Sequence):
+            found = [_with_texts(old, new, inner) for old, new in zip(given, found, strict=True)]
+    return found
 
 
 def _copied(value: object) -> object:
@@ -232,9 +259,9 @@ def _alternatives(hint: object) -> tuple[object, ...]:
     return (hint,)
 
 
-def _is_mapping(kind: object) -> bool:
+def _is_kind(kind: object, of: type) -> bool:
     origin = typing.get_origin(kind) or kind
-    return inspect.isclass(origin) and issubclass(origin, Mapping)
+    return inspect.isclass(origin) and issubclass(origin, of)
 
 
 def _words(hint: object) -> str:

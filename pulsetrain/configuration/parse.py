@@ -8,6 +8,7 @@ where it knows the type: not inside a section that any class path may fill
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.sections import NAMED, SECTIONS
 from pulsetrain.configuration.yaml_text import load_yaml, one_line, read_yaml
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.handlers.run_files.redaction import REDACTED, redacted_settings
 
-__all__ = ["differences", "read_config"]
+__all__ = ["differences", "read_config", "redacted_options"]
 
 STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "ProgressBar", "CrashBundle")
 
@@ -71,6 +73,16 @@ def differences(before: object, now: object, key: str = "") -> Iterator[str]:
             yield from differences(old, new, f"{key}[{index}]")
     elif before != now:
         yield f"{key}: {before!r} -> {now!r}"
+
+
+def redacted_options(config: object) -> list[str]:
+    """The options, without "--", which give the values again that are "[redacted]"; lists are given as a whole.
+
+    >>> redacted_options({"data": {"init_args": {"token": "[redacted]"}}, "handlers": [{"api_key": "[redacted]"}]})
+    ['data.init_args.token', 'handlers']
+    """
+    part = re.compile(rf"\.(?:\d+(?=\.|$)|[^.]*{re.escape(REDACTED)}).*")  # of a list; a key that is a credential
+    return list(dict.fromkeys(part.sub("", name) for name in redacted_settings(config)))
 
 
 def _override(config: dict[str, object], key: str, text: str) -> None:

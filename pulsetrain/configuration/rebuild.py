@@ -9,12 +9,11 @@ from pathlib import Path
 import yaml
 
 from pulsetrain.configuration.assemble import Assembly, assemble
-from pulsetrain.configuration.parse import read_config
+from pulsetrain.configuration.parse import read_config, redacted_options
 from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.files import NamedPath
 from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
-from pulsetrain.handlers.run_files.redaction import redacted_settings
 
 __all__ = ["base_of", "rebuild"]
 
@@ -40,7 +39,7 @@ def rebuild(run: str | os.PathLike[str], folder: Path, settings: Mapping[str, st
     if newer := newer_format(read_run_file(Path(run))):
         raise RunFolderError(f"{run}: {newer}")
     config = read_config(file, settings or {})
-    if missing := list(redacted_settings(config)):
+    if missing := redacted_options(config):
         names = ", ".join(missing)
         raise RunFolderError(
             f"{file}: credentials are not kept in run folders; give {names} again: `pulsetrain fork` takes "

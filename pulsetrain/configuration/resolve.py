@@ -31,7 +31,7 @@ from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.configuration.sections import SECTIONS
 from pulsetrain.configuration.shipped_handlers import HANDLERS
-from pulsetrain.configuration.yaml_text import load_yaml
+from pulsetrain.configuration.yaml_text import dump_yaml, load_yaml
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Resolved", "resolve"]
@@ -51,7 +51,7 @@ class Resolved:
 
     def as_yaml(self) -> str:
         """The YAML text; a comment marks each value that is not from the file."""
-        text = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True, width=2**20)
+        text = dump_yaml(self.config, width=2**20)
         lines = text.splitlines()
         for location, line in _lines_of(yaml.compose(text, yaml.SafeLoader), ()):
             if location in self.comments:

@@ -25,8 +25,12 @@ from pulsetrain.engine.step.protocols import BindsModel, Tree
 __all__ = ["example_inputs", "load", "run_holding", "trained_model"]
 
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, averages: bool = True) -> nn.Module:
     """A model with the weights of a checkpoint, in eval mode, to predict with.
+
+    The weights are those that the run validated with: where EMA or SWA did that with averages, the averages. A log line
+    says so. Before SWA has started, there are none. The average of a schedule-free optimizer is not in a checkpoint: a
+    warning says that the weights are those that were trained.
 
     >>> import tempfile
     >>> import pulsetrain
@@ -47,31 +51,35 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
             folder; or a URL of one.
         model: gets the weights, converted to its dtype and on its device. With None, the model is built on the CPU from
             the run's configuration.
+        averages: with False, load the weights that were trained in any case.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or its weights do not fit the model.
+        CheckpointError: there is no checkpoint, it is damaged, or its weights do not fit the model; or the averages
+            cannot be loaded, such as those of SWA in a model with batch normalisation, in a checkpoint that was saved
+            before they were validated.
         ConfigurationError: no model was given, and the run has no configuration from which to build it.
     """
     checkpoint = resolve(path)
     if model is None:
-        return trained_model(checkpoint)
+        return trained_model(checkpoint, averages=averages)
     check_type("load", "model", model, nn.Module, "a torch module, which gets the weights")
-    load_weights(model, checkpoint)
+    load_weights(model, checkpoint, averages=averages)
     return model.eval()
 
 
-def trained_model(checkpoint: Location) -> nn.Module:
+def trained_model(checkpoint: Location, *, averages: bool = True) -> nn.Module:
     """The run's model, on the CPU and in eval mode, with the weights of the checkpoint.
 
     Args:
         checkpoint: its folder, in a run folder.
+        averages: as `load` takes it.
 
     Raises:
         ConfigurationError: the run was not made from a configuration, or its model is not a torch module.
-        CheckpointError: the weights do not fit the model, or its frozen weights are not those of the run.
+        CheckpointError: the weights do not fit the model, or its frozen weights are not those of the run; or as `load`.
     """
     run, config = _run_and_config(checkpoint)
     look_in(base_of(run))
@@ -82,7 +90,7 @@ def trained_model(checkpoint: Location) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model: {type(model).__name__} is not a torch module, whose weights could be loaded")
     fill(model, torch.device("cpu"))
-    load_weights(model, checkpoint)
+    load_weights(model, checkpoint, averages=averages)
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""YAML as the configuration reads it."""
+"""YAML as the configuration reads and writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 
-__all__ = ["load_yaml", "one_line", "read_yaml"]
+__all__ = ["dump_yaml", "load_yaml", "one_line", "read_yaml", "yaml_word"]
 
 
 class _Numbers:
@@ -35,11 +35,29 @@ class _Loader(_Numbers, yaml.SafeLoader):
 class _FastLoader(_Numbers, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """In C, where PyYAML has it: ten times as fast."""
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        if all(map(_is_text, [key for key, _ in node.value])):  # as in most, and a text is its own value
+            found: dict[Hashable, object] = {
+                key.value: value.value if _is_text(value) else self.construct_object(value, deep)
+                for key, value in node.value
+            }
+            if len(found) == len(node.value):
+                return found
+        return super().construct_mapping(node, deep)
+
+
+def _is_text(node: yaml.Node) -> bool:
+    return node.tag == "tag:yaml.org,2002:str" and type(node) is yaml.ScalarNode
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a text that the loaders would read as a number, such as 1e3, in quotes."""
+
 
 _DEEPEST = 5_000
 _LARGEST = 100_000  # values, where aliases repeat some
 _NUMBER = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)|[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)"
-for _each in (_Loader, _FastLoader):
+for _each in (_Loader, _FastLoader, _Dumper):
     _each.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER})$"), list("-+0123456789."))
 
 
@@ -62,6 +80,32 @@ def load_yaml(text: str, *, fast: bool = False) -> Any:  # whatever the text hol
     if "*" in text and _size(found, {}) > _LARGEST:
         raise yaml.YAMLError(f"its aliases (*name) repeat values, more than {_LARGEST:,} in all; write it without them")
     return found
+
+
+def dump_yaml(value: object, *, width: int = 80) -> str:
+    """The YAML text from which `load_yaml` reads an equal value.
+
+    Args:
+        value: mappings, lists, numbers, texts, dates, true, false and null.
+        width: of a line, after which long texts continue on the next one.
+
+    >>> print(dump_yaml({"learning_rate": 3e-4, "commit": "1234e56"}), end="")
+    learning_rate: 0.0003
+    commit: '1234e56'
+    """
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+
+
+def yaml_word(value: object) -> str:
+    """The same as a word of the command line.
+
+    >>> yaml_word({"rates": [3e-4, "3e-4"], "none": None})
+    "{rates: [0.0003, '3e-4'], none: null}"
+    """
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf, default_flow_style=True
+    )
+    return text.removesuffix("...\n").removesuffix("\n")  # the end of a document that is one number or text
 
 
 def _size(value: object, known: dict[int, float]) -> float:

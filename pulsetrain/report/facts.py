@@ -27,7 +27,8 @@ class Facts:
     config: Mapping[str, str] | None  # config.yaml; None if it is missing
     settings: Mapping[str, str]  # of the training only, from run.json
     environment: Mapping[str, str]
-    parent: Mapping[str, Json] | None  # "run" and "iteration" of the run that it was forked from
+    id: str  # "" if it has none
+    parent: Mapping[str, Json] | None  # "run", "id" and "iteration" of the run that it was forked from
     starts: int  # how often it was started or resumed
     modes: Mapping[str, Mode]  # of metrics, as the run has decided which values are better
 
@@ -55,6 +56,7 @@ def read_facts(folder: Path) -> Facts:
         _config(folder),
         _texts({"training": settings} if settings else {}),
         _texts(facts),
+        str(run.get("id") or ""),
         parent if isinstance(parent, Mapping) and parent.get("run") else None,
         len(starts) if isinstance(starts, list) else 0,
         modes_of(run),
@@ -106,9 +108,9 @@ def flat(value: Json, key: str = "") -> Iterator[tuple[str, Json]]:
     {'training.seed': 0, 'handlers.0.class_path': 'EMA', 'betas': [0.9, 0.99]}
     """
     items: list[tuple[object, Json]] = []
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         items = [*value.items()]
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         items = [*enumerate(value)]
     if not items and key:
         yield key, value

@@ -86,8 +86,9 @@ def _card(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
 
 def _lineage(parent: Mapping[str, Json], runs: Sequence[ReportedRun]) -> str:
     """The run that this one was forked from; by its name in the report if it has one."""
-    folder = str(parent["run"])
-    name = next((run.name for run in runs if str(run.record.folder.resolve()) == folder), folder)
+    folder, by_id = str(parent["run"]), {run.facts.id: run.name for run in runs if run.facts.id}
+    by_folder = {str(run.record.folder.resolve()): run.name for run in runs}
+    name = by_id.get(str(parent.get("id"))) or by_folder.get(folder, folder)  # it may have been moved
     iteration = parent.get("iteration")
     at = f" at iteration {iteration:,}" if isinstance(iteration, int) else ""
     settings = parent.get("changed")

@@ -106,7 +106,7 @@ def check_request(run: Path, at: int, into: Path, settings: Mapping[str, str]) -
         if name in settings:
             raise ConfigurationError(f"--set {name}: cannot be changed in a fork: {reason}")
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
-        what = "holds a run already" if into.is_dir() and holds_run(into) else "is not empty"
+        what = "already holds a run" if into.is_dir() and holds_run(into) else "is not empty"
         raise RunFolderError(f"--into {into}: {what}, and nothing is overwritten; choose another folder")
     if run.resolve() in into.resolve().parents:
         raise RunFolderError(f"--into {into}: is inside the run {run}, which is only read; choose another folder")

@@ -7,6 +7,7 @@ files with their sizes and SHA-256. Other programs can read it. What is compress
 from __future__ import annotations
 
 import atexit
+import errno
 import fnmatch
 import hashlib
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -29,7 +30,6 @@ from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.run_file import id_of_run, newer_format, read_run_file
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.credentials import is_private, without_credentials
-from pulsetrain.runs.progress import Progress
 from pulsetrain.runs.summary import RunSummary, Status, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
@@ -40,6 +40,8 @@ _FORMAT = 1
 _STORED = frozenset({".zst", ".png", ".gz", ".zip", ".pt", ".safetensors", ".mp4", ".jpg"})
 _OF_THE_PROCESS = (".owner", "*.lock", ".lock")
 _LONGEST = 1 << 28  # bytes of the list of files
+_LISTED = 100_000_000  # bytes that a listed archive may always unpack to, if they are there
+_MOST_RATIO = 100  # of those bytes to its own; logs are compressed already, and other texts shrink to a tenth
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, ValueError, RuntimeError, OverflowError)
 """What zipfile raises where bytes are not as they were written, or an archive is encrypted."""
 
@@ -59,7 +61,7 @@ class Archived:
 
 
 class _File(msgspec.Struct):
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=0)]
     sha256: str
 
 
@@ -98,9 +100,11 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
         with tempfile.TemporaryDirectory(prefix=".archive-", dir=into.parent) as beside:
             partial = Path(beside) / "archive"
             with zipfile.ZipFile(partial, "w", allowZip64=True) as file:
+                logs = {path for rank in logged_ranks(folder) for path in log_files(folder / "events", rank)}
                 for path in _files(folder, checkpoints, archived):
                     within = path.relative_to(folder).as_posix()
-                    contents.files[within] = _add(file, path, f"{name}/{within}", within, archived)
+                    changed = None if path in logs else without_credentials(path)
+                    contents.files[within] = _add(file, path, f"{name}/{within}", within, changed, archived)
                 file.writestr(_info(_CONTENTS, compress=True), msgspec.json.encode(contents))
             sync(partial)
             _check(partial)
@@ -147,6 +151,10 @@ def unpacked(path: Path, into: Path | None = None) -> Path:
         return path
     with _unpacking(path, into) as file:
         contents = _contents(file, path)
+        size = sum(each.size for each in contents.files.values())
+        free = shutil.disk_usage(into or tempfile.gettempdir()).free
+        if size > free:
+            raise OSError(errno.ENOSPC, f"it needs {size / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
         target = Path(tempfile.mkdtemp(prefix=".pulsetrain-archive-", dir=into))
         atexit.register(shutil.rmtree, target, ignore_errors=True)
         folder = target / contents.run
@@ -162,27 +170,14 @@ def summarize_archive(path: Path) -> RunSummary:
             raise RunFolderError(_no_archive(path))
         with _unpacking(path) as file, tempfile.TemporaryDirectory(prefix="pulsetrain-archive-") as beside:
             contents = _contents(file, path)
+            names = [each for each in contents.files if _is_summarized(each)]
+            _check_size(path, sum(contents.files[each].size for each in names), beside)
             folder = Path(beside, contents.run)
             (folder / "events").mkdir(parents=True)
-            _extract(file, path, contents, filter(_is_summarized, contents.files), folder)
+            _extract(file, path, contents, names, folder)
             found = summarize(folder)
     except RunFolderError as error:
-        nothing: dict[str, float] = {}
-        return RunSummary(
-            os.fsencode(path),
-            "",
-            Status.ARCHIVED,
-            str(error),
-            Progress(),
-            None,
-            None,
-            nothing,
-            nothing,
-            {},
-            (),
-            None,
-            1,
-        )
+        return RunSummary.unreadable(path, Status.ARCHIVED, str(error))
     reason = f"{found.status.value}{f': {found.reason}' if found.reason else ''}"
     return replace(found, path_bytes=os.fsencode(path), status=Status.ARCHIVED, reason=reason)
 
@@ -217,6 +212,25 @@ def _extract(file: zipfile.ZipFile, path: Path, contents: _Contents, names: Iter
         written.parent.mkdir(parents=True, exist_ok=True)
         with written.open("wb") as out:
             _copy(file, path, contents, within, contents.files[within], out.write)
+
+
+def _check_size(path: Path, size: int, folder: str) -> None:
+    """Refuse what only a hostile archive unpacks to, and what would fill the disk: a list reads what it finds.
+
+    Raises:
+        RunFolderError: its log is too large.
+    """
+    free = shutil.disk_usage(folder).free
+    if size > max(_LISTED, _MOST_RATIO * path.stat().st_size):
+        raise RunFolderError(
+            f"is not listed: its log would have {size / 1e6:,.0f} MB, more than {_MOST_RATIO} times the archive; "
+            "delete it if you do not trust it, or unpack it with `pulsetrain archive --unpack`"
+        )
+    if size > free / 2:
+        raise RunFolderError(
+            f"is not listed: its log has {size / 1e6:,.0f} MB, more than half of the {free / 1e6:,.0f} MB that are "
+            f"free in {tempfile.gettempdir()}; set TMPDIR to a folder with more space"
+        )
 
 
 def _is_summarized(within: str) -> bool:
@@ -269,8 +283,7 @@ def _checkpoints(folder: Path, kept: Kept) -> set[str]:
     return set() if found is None else {found.name}
 
 
-def _add(file: zipfile.ZipFile, path: Path, name: str, within: str, archived: Archived) -> _File:
-    changed = None if within.startswith("events/") else without_credentials(path)
+def _add(file: zipfile.ZipFile, path: Path, name: str, within: str, changed: bytes | None, archived: Archived) -> _File:
     if changed is not None and within.startswith("checkpoints/"):
         raise RunFolderError(
             f"{path}: has a text that is a credential by its form, and a checkpoint is kept as it is; archive the run "
@@ -304,7 +317,7 @@ def _check_events(folder: Path) -> None:
         if not any(path.exists() for path in log_files(folder / "events", rank)):  # nothing was recorded
             continue
         for event in EventLog(folder, rank).read(superseded=True):
-            said = [event.payload, event.output, event.error]
+            said = msgspec.structs.asdict(event)
             if redacted(said) != said:
                 raise RunFolderError(
                     f"{folder}: event {event.seq} ({event.event}) of rank {rank} has a value that is a credential by "
@@ -314,6 +327,9 @@ def _check_events(folder: Path) -> None:
 
 
 def _contents(file: zipfile.ZipFile, path: Path) -> _Contents:
+    others = {each.compress_type for each in file.infolist()} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
+    if others:
+        raise RunFolderError(f"{path}: is compressed by method {min(others)} of zip files; an archive by 0 or 8 only")
     try:
         if file.getinfo(_CONTENTS).file_size > _LONGEST:
             raise ValueError(f"it would have more than {_LONGEST:,} bytes")

@@ -14,20 +14,22 @@ from typing import NamedTuple
 import msgspec
 
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording import logged_ranks
 from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.run_file import RUN_FORMAT
 from pulsetrain.engine.recording.log.scan import FORMAT
-from pulsetrain.runs.summary import ARCHIVE_SUFFIX, RunSummary, is_run, is_run_of, summarize
+from pulsetrain.runs.summary import ARCHIVE_SUFFIX, RunSummary, Status, is_run, is_run_of, summarize
 from pulsetrain.runs.tags import TAGS_FILE
 
-__all__ = ["INDEX", "RunIndex", "sign_of"]
+__all__ = ["INDEX", "RunIndex", "log_sign_of", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 6 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
+_VERSION = 8 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
 _DEPTH = 6  # folders below the root
 _RECENT = 10_000_000_000  # nanoseconds; a folder that was changed since may change again at the same time stamp
 _MANY = 200  # runs, from which on several processes read them
 _OF_RUNS = frozenset({"events", "checkpoints", "plots", "crash", "traces", "samples"})  # folders inside of a run
+_OF_SWEEPS = frozenset({"sweep.lock", "sweep.sqlite", "trials"})  # one of which a sweep writes beside its sweep.yaml
 _LOG = [f"/events/{path.name}" for path in log_files(Path())]
 _FILES = [
     (path, path.split("/")[1]) for path in ("/run.json", "/config.yaml", f"/{TAGS_FILE}", "/.owner", "/events", *_LOG)
@@ -46,7 +48,15 @@ class _Known(NamedTuple):
         """Whether the folder holds the same names, and its files have the same sign."""
         if not self.changed or _changed_at(folder) != self.changed:
             return False
-        return _sizes(folder, _signed(self.sign)) == self.sign
+        try:
+            for part in self.sign.split(" "):  # as `_sizes` writes it, which would take a quarter longer here
+                name, _, numbers = part.partition(":")
+                status = os.stat(folder + name)
+                if numbers != f"{status.st_size}:{status.st_ctime_ns}":
+                    return False
+        except OSError:  # the file is gone
+            return False
+        return True
 
 
 class RunIndex:
@@ -70,6 +80,7 @@ class RunIndex:
         self.root = root
         self.signs: dict[str, str] = {}  # of the files of each run, by path, when they were last looked through
         self.unreadable: list[str] = []  # folders that may hold runs
+        self.sweeps: list[str] = []  # folders of sweeps
         self._changed: dict[str, int] = {}  # of folders that hold nothing but a run: see `_Known.changed`
         self._path = root / INDEX if cache and not is_run(root) else None
 
@@ -89,13 +100,13 @@ class RunIndex:
         changed = {path: time for path, time in self._changed.items() if path in known}
         if read or gone or changed:
             # a run in progress changes by itself: it stalls, or its process ends
-            settled = {path: each for path, each in read.items() if not found[path].status.is_going}
+            settled = {path: each for path, each in read.items() if found[path].is_settled}
             self._remember(settled, gone | (read.keys() - settled.keys()))
         return [found[path] for path in sorted(found)]
 
     def _found(self, archives: bool, known: Mapping[str, _Known]) -> Iterator[tuple[str, str]]:
         """The paths of runs and archives, with their signs."""
-        self.unreadable, self._changed = [], {}
+        self.unreadable, self.sweeps, self._changed = [], [], {}
         settled = time.time_ns() - _RECENT
         todo = [(str(self.root), 0)]
         while todo:
@@ -112,6 +123,8 @@ class RunIndex:
                     self.unreadable.append(folder)
                 continue
             names = frozenset([each.name for each in here])
+            if "sweep.yaml" in names and not names.isdisjoint(_OF_SWEEPS):
+                self.sweeps.append(folder.removeprefix("./"))
             is_a_run, sign = is_run_of(names), ""
             if is_a_run:
                 if os.access(folder, os.X_OK):
@@ -184,6 +197,14 @@ def sign_of(path: str) -> str:
         return ""
 
 
+def log_sign_of(path: str) -> str:
+    """What changes when a file changes that a log of the run is read from, of any rank."""
+    try:
+        return _sizes(path, [f"/events/{file.name}" for rank in logged_ranks(path) for file in log_files(Path(), rank)])
+    except OSError:
+        return ""
+
+
 def _sign(folder: str, names: Container[str]) -> str:
     """The sign of a run folder that holds these names."""
     return _sizes(folder, [path for path, name in _FILES if name in names])
@@ -242,6 +263,8 @@ def _summary(path: str) -> bytes | None:
         return _encode(summarize(Path(path)))
     except (RunFolderError, OSError):
         return None
+    except Exception as error:  # whatever the bytes in its files lead to, the other runs are listed
+        return _encode(RunSummary.unreadable(path, Status.KILLED, f"cannot be read: {type(error).__name__}: {error}"))
 
 
 _encode = msgspec.msgpack.Encoder().encode

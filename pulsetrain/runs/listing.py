@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -142,6 +140,8 @@ def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> 
 
 def as_json(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """One JSON object per line."""
+    import json
+
     readers = {name: reader_of(name, root) for name in columns}
     for run in runs:
         yield json.dumps({name: _finite(read(run)) for name, read in readers.items()}, default=str)
@@ -149,6 +149,8 @@ def as_json(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> I
 
 def as_csv(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:
     """A header, and one row per run. A text that a spreadsheet would compute begins with an apostrophe."""
+    import csv
+
     readers = [reader_of(name, root) for name in columns]
     for row in (list(columns), *([read(run) for read in readers] for run in runs)):
         line = io.StringIO()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from pulsetrain.engine.recording import EventLog, LoggedEvent, logged_ranks
+from pulsetrain.engine.recording.log.backwards import read_backwards
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.engine.recording.where import Position, stragglers
@@ -18,6 +18,7 @@ from pulsetrain.report.curve import Curve
 from pulsetrain.report.marks import Mark
 from pulsetrain.report.processes import hosts_of
 from pulsetrain.runs.live_rank import LiveRank
+from pulsetrain.runs.log_summary import longest_gap
 from pulsetrain.runs.progress import Progress, progress_of
 from pulsetrain.runs.summary import Status, check_run, is_run_of, status_of
 
@@ -80,7 +81,7 @@ class LiveRun:
         self.ranks: dict[int, LiveRank] = {}
         self.newest: deque[LiveEvent] = deque(maxlen=_NEWEST)
         self.matches: deque[LiveEvent] = deque(maxlen=_MATCHES)
-        self._times: deque[int] = deque(maxlen=_GAPS)
+        self._recent: deque[LoggedEvent] = deque(maxlen=_GAPS)  # of rank 0
         self._generations: dict[int, int] = {}  # of the logs, by rank
         self._damage: list[str] = []  # that the log shows without being read
         self._judged: tuple[int, bool] | None = None  # for which generation and state that was found
@@ -131,7 +132,7 @@ class LiveRun:
             events.clear()
             events.extend(left)
         if 0 in ranks:
-            self._times.clear()
+            self._recent.clear()
 
     def _find_ranks(self) -> None:
         events = self.folder / "events"
@@ -146,7 +147,7 @@ class LiveRun:
 
     def _keep(self, found: dict[int, list[LoggedEvent]]) -> None:
         self.newest.extend(_together(found, _NEWEST))
-        self._times.extend(event.t for event in found.get(0, ())[-_GAPS:])
+        self._recent.extend(found.get(0, ()))
         if self._where is not None:
             where = self._where
             matching = {rank: [event for event in events if where(event)] for rank, events in found.items()}
@@ -161,8 +162,7 @@ class LiveRun:
             return
         if self.share_read < 1.0:  # the end may say how it ended
             return
-        seconds = [t / 1e9 for t in self._times]
-        gap = max((b - a for a, b in pairwise(seconds)), default=0.0)
+        gap = longest_gap(self._recent, main.curves.engine)
         self._status = status_of(self.folder, main.curves.ending, main.last.t / 1e9, gap, self._clock())
         self._look_for_damage((sum(self._generations.values()), self._status[0].is_going))
 
@@ -284,7 +284,7 @@ class LiveRun:
         if len(known) < _MATCHES and main is not None and main.log.exists and main.last is not None:
             until, older = time.monotonic() + seconds, list[LiveEvent]()
             first = min((each.event.seq for each in self.newest if not each.rank), default=main.last.seq + 1)
-            for block in _backwards(EventLog(self.folder), first):
+            for block in read_backwards(EventLog(self.folder), first):
                 older[:0] = [LiveEvent(0, event) for event in block if where(event)]
                 if len(older) + len(known) >= _MATCHES or time.monotonic() > until:
                     break
@@ -305,10 +305,3 @@ def _together(found: dict[int, list[LoggedEvent]], limit: int) -> list[LiveEvent
     """The newest events of all ranks, in the order of their times."""
     events = [LiveEvent(rank, event) for rank, of_it in found.items() for event in of_it[-limit:]]
     return events if len(found) < 2 else sorted(events, key=lambda each: each.event.t)
-
-
-def _backwards(log: EventLog, before: int) -> Iterator[list[LoggedEvent]]:
-    """The events of each block before this seq, the newest block first."""
-    for header in reversed(log.headers):
-        if header.seq[0] < before:
-            yield list(log.read(seq=(header.seq[0], min(header.seq[1], before - 1))))

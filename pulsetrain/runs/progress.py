@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
@@ -75,6 +76,11 @@ def progress_of(
         epoch,
         iteration,
         max(epoch - 1, 0) if completed_epochs is None else completed_epochs,
-        epochs if type(epochs) is int else None,
-        iterations if type(iterations) is int else None,
+        epochs if _is_count(epochs) else None,
+        iterations if _is_count(iterations) else None,
     )
+
+
+def _is_count(value: Json) -> TypeGuard[int]:
+    """Whether it is a number that can be remembered: a file may hold any."""
+    return type(value) is int and value.bit_length() < 64

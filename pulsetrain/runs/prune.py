@@ -33,11 +33,16 @@ def superfluous(run: Path, keep_last: int, needed: Collection[str] = ()) -> Prun
         run: the run folder, of a run that has ended.
         keep_last: how many of the newest, undamaged ones are kept.
         needed: names of checkpoints that are kept.
+
+    Raises:
+        PulsetrainError: the folder of the checkpoints cannot be used, or the file that names the best one is damaged.
     """
     if newer_format(read_run_file(run)):  # what its checkpoints are needed for is not known
         return Pruned(run, [], 0, keep_last)
-    manager = CheckpointManager(run / "checkpoints", keep_last_n=keep_last)
     found = [each for each in find_checkpoints(run / "checkpoints") if isinstance(each, Path)]
+    if not found:  # a CheckpointManager would make the folder
+        return Pruned(run, [], 0, keep_last)
+    manager = CheckpointManager(run / "checkpoints", keep_last_n=keep_last)
     newest = manager.valid()[-keep_last:]
     kept = {*(each.name for each in newest), *needed, *(each.name for each in found if is_newer(each))}
     best = manager.get_best()

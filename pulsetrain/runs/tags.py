@@ -1,4 +1,4 @@
-"""The tags of a run: words in a file of their own in its folder, which no other command reads."""
+"""The tags of a run: words in a file of their own in its folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.file_lock import lock
-from pulsetrain.engine.recording.log.files import open_file
+from pulsetrain.engine.recording.log.files import read_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["TAGS_FILE", "change_tags", "read_tags"]
@@ -30,8 +30,7 @@ def read_tags(folder: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> tuple[str, ...]:
-    with open_file(path) as file:
-        return tuple(sorted(set(msgspec.json.decode(file.read(), type=list[str]))))
+    return tuple(sorted(set(msgspec.json.decode(read_file(path), type=list[str]))))
 
 
 def change_tags(folder: Path, added: Iterable[str] = (), removed: Iterable[str] = ()) -> tuple[str, ...]:

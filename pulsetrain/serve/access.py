@@ -11,9 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["COOKIE", "Access", "is_loopback"]
+__all__ = ["Access", "is_loopback"]
 
-COOKIE = "pulsetrain-token"
 _HEADERS = {
     # styles: plotly writes them into its elements
     "Content-Security-Policy": (
@@ -67,33 +66,37 @@ class Access:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("this page only reads\n", 405)
-        host = _host(headers.get("host", ""))
+        host, port = _host(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts and not is_loopback(host):
             return PlainTextResponse(f"{host!r} is not a name of this server\n", 421)
         if self._token is None:
             return None
+        cookie = f"pulsetrain-token-{port}"  # browsers send cookies to all ports of a host
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if hmac.compare_digest(given.encode(), self._token.encode()):
             path = f"/{scope['path'].lstrip('/')}"  # a browser takes "//a" for the host a
             response = RedirectResponse(path, 303)  # the token leaves the address line
-            response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict", max_age=30 * 86400)
+            # "strict" would leave it out after the redirect if a link on another page was followed
+            response.set_cookie(cookie, self._token, httponly=True, samesite="lax", max_age=30 * 86400)
             return response
-        kept = _cookie(headers.get("cookie", ""))
+        kept = _cookie(headers.get("cookie", ""), cookie)
         if hmac.compare_digest(kept.encode(), self._token.encode()):
             return None
         return PlainTextResponse("needs the token: open the address that `pulsetrain serve` has printed\n", 401)
 
 
-def _host(header: str) -> str:
+def _host(header: str) -> tuple[str, int]:
+    """The name, and the port as the browser knows it, which differs from the server's in a tunnel."""
     try:
-        return urlsplit(f"//{header}").hostname or ""
+        found = urlsplit(f"//{header}")
+        return found.hostname or "", found.port or 80
     except ValueError:  # such as a bracket that is not closed
-        return ""
+        return "", 80
 
 
-def _cookie(text: str) -> str:
+def _cookie(text: str, name: str) -> str:
     try:
-        found = SimpleCookie(text).get(COOKIE)
+        found = SimpleCookie(text).get(name)
     except CookieError:
         return ""
     return found.value if found is not None else ""

@@ -22,15 +22,15 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metric_words import mode_of
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
-from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.engine.recording.log.run_file import modes_of, read_run_file
 from pulsetrain.engine.recording.where import positions, stragglers
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.report.facts import compared, read_facts, settings_of
-from pulsetrain.runs.credentials import is_private
+from pulsetrain.runs.credentials import LONGEST_PARSED, STRUCTURED, encoding_of, is_private, redacted_text
 from pulsetrain.runs.listing import columns_of, reader_of
 from pulsetrain.runs.where import select_runs
 from pulsetrain.serve.changes import Changes
+from pulsetrain.serve.event_pages import events_of
 from pulsetrain.serve.series import TOKENS, drawn, tokens_at
 from pulsetrain.serve.store import Series, Store, printable
 from pulsetrain.serve.sweeps import sweeps_of
@@ -40,8 +40,6 @@ from pulsetrain.serve.whatif import early_stopping, loss_spikes
 __all__ = ["routes_of"]
 
 _POINTS = 40_000  # of all runs in one chart together: more than a screen shows, and drawn without delay
-_EVENTS = 200  # on one page
-_SCANNED = 200_000  # events that one request looks at
 _MOST_RUNS = 500  # in one request
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp"})
 _TEXTS = frozenset({".txt", ".log", ".csv", ".yaml", ".json", ".md"})
@@ -88,9 +86,11 @@ def _answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         except asyncio.CancelledError:  # the server ends
             return Response(status_code=503)
         except PulsetrainError as error:
-            return Response(_encoded({"error": str(error)}), 400, media_type="application/json")
+            return Response(_encoded({"error": redacted(str(error))}), 400, media_type="application/json")
         except OSError as error:
-            return Response(_encoded({"error": f"cannot be read: {error}"}), 404, media_type="application/json")
+            return Response(
+                _encoded({"error": redacted(f"cannot be read: {error}")}), 404, media_type="application/json"
+            )
         except Exception as error:
             reason = redacted(f"{type(error).__name__}: {error}")
             get_logger("serve").error("a request failed", path=request.url.path, reason=reason)
@@ -111,13 +111,17 @@ class _Api:
         chosen = {id(each) for each in select_runs(every, where)}
         columns = columns_of(every)
         forked = any(run.parent for run in every)
-        names = {str(run.folder.resolve()): name for name, run in listed.items()} if forked else {}
+        by_folder = {str(run.folder.resolve()): name for name, run in listed.items()} if forked else {}
+        by_id = {run.id: name for name, run in listed.items() if run.id} if forked else {}
         rows, readers = [], {column: reader_of(column, self._store.root) for column in columns}
         for name, run in listed.items():
             if id(run) in chosen:
                 cells = {column: redacted(read(run), column) for column, read in readers.items()}
-                parent = run.parent and {**run.parent, "listed": names.get(str(run.parent["run"]))}
-                rows.append({"id": name, **_status(run), "cells": cells, "parent": parent})
+                parent = dict[str, Any](redacted(run.parent or {}))
+                if run.parent is not None:  # which may have been moved
+                    folder = by_folder.get(str(run.parent["run"]))
+                    parent["listed"] = by_id.get(str(run.parent.get("id")), folder)
+                rows.append({"id": name, **_status(run), "cells": cells, "parent": parent or None})
         return {"root": str(self._store.root), "columns": columns, "runs": rows, "reading": self._store.reading}
 
     def names(self, request: Request) -> dict[str, Any]:
@@ -178,21 +182,12 @@ class _Api:
         """A page of a run's events, by the condition language of `pulsetrain events`."""
         asked = request.query_params
         log = EventLog(self._store.run(asked.get("run", "")).folder, _whole(request, "rank", 0))
-        where = predicate(asked["where"]) if asked.get("where") else None
-        names = frozenset(asked["event"].split(",")) if asked.get("event") else None
-        after = _whole(request, "after", 0)
-        events, looked, following = [], 0, None
-        for event in log.read(seq=(after, None), event=names, superseded=asked.get("superseded") == "1"):
-            looked += 1
-            if where is None or where(event):
-                events.append(redacted(msgspec.to_builtins(event)))
-            if len(events) == _EVENTS or looked == _SCANNED:
-                following = event.seq + 1
-                break
-        if where is not None and where.failure is not None and not events:
-            raise ConfigurationError(f"where={asked['where']!r}: cannot be computed on any event: {where.failure}")
-        damage = [str(each) for each in log.damage]
-        return {"events": events, "next": following, "looked": looked, "kinds": log.event_types(), "damage": damage}
+        before = _number(request, "before")
+        return events_of(
+            log, where=asked.get("where", ""), types=asked["event"].split(",") if asked.get("event") else None,
+            superseded=asked.get("superseded") == "1", after=_whole(request, "after", 0),
+            before=None if before is None else int(before), newest=asked.get("newest") == "1",
+        )  # fmt: skip
 
     def diff(self, request: Request) -> dict[str, Any]:
         """The first event in which two runs differ, and how the difference grows."""
@@ -236,7 +231,9 @@ class _Api:
             within = path.relative_to(folder)
             if "checkpoints" not in within.parts and _is_open(path, folder):
                 kind = "picture" if path.suffix.lower() in _PICTURES else "text"
-                files.append({"path": within.as_posix(), "kind": kind, "size": path.stat().st_size})
+                status = path.stat()
+                size, changed = status.st_size, status.st_mtime
+                files.append({"path": within.as_posix(), "kind": kind, "size": size, "changed": changed})
         series = self._store.series(name)
         texts = redacted(dict(series.happened().texts)) if series is not None and not isinstance(series, str) else {}
         return {"files": files, "texts": texts}
@@ -249,10 +246,16 @@ class _Api:
             return Response(_encoded({"error": "is not a picture or a text of the run"}), 404)
         if path.suffix.lower() in _PICTURES:
             return Response(path.read_bytes(), media_type=mimetypes.guess_type(path.name)[0])
+        is_structured = path.suffix.lower() in STRUCTURED
         with path.open("rb") as opened:
-            text, size = opened.read(_MOST_TEXT).decode(errors="replace"), path.stat().st_size
-        more = f"\n... and {size - _MOST_TEXT:,} more bytes" if size > _MOST_TEXT else ""
-        return Response(redacted(text) + more, media_type="text/plain; charset=utf-8")
+            content = opened.read(LONGEST_PARSED if is_structured else _MOST_TEXT)
+            content += opened.readline(_MOST_TEXT)  # a credential at the end is whole
+            size = path.stat().st_size
+        text = redacted_text(content.decode(encoding_of(content), errors="replace"), path.suffix).encode()
+        shown = text[:_MOST_TEXT]
+        left = len(text) - len(shown) + max(0, size - len(content))
+        more = f"\n... and {left:,} more bytes" if left else ""
+        return Response(shown.decode(errors="ignore") + more, media_type="text/plain; charset=utf-8")
 
     def where(self, request: Request) -> list[dict[str, Any]]:
         """Where each process of a run is; of one that hangs, the newest stack that it has recorded."""
@@ -269,8 +272,8 @@ class _Api:
         ]  # fmt: skip
 
     def sweeps(self, request: Request) -> list[dict[str, Any]]:
-        """The sweeps whose trials are listed."""
-        return sweeps_of(dict(self._store.runs), self._store.root)
+        """The sweeps below the folder."""
+        return sweeps_of(self._store.sweeps, dict(self._store.runs), self._store.root)
 
     def _chosen(self, request: Request) -> Sequence[tuple[str, Series | str | None]]:
         """The curves of the runs that are asked for, without those that were removed meanwhile."""

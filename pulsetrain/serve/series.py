@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,19 +19,22 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.follower import LogFollower
 from pulsetrain.report.curve import Curve, Floats
 from pulsetrain.report.marks import Marks
 from pulsetrain.report.run_curves import RunCurves
+from pulsetrain.serve.other_ranks import anomalies_of_other_ranks
 
-__all__ = ["TOKENS", "Described", "Happened", "Points", "RunSeries", "StoredSeries", "drawn", "tokens_at"]
+__all__ = ["NEW", "TOKENS", "Described", "Happened", "Points", "RunSeries", "StoredSeries", "drawn", "tokens_at"]
 
 Points: TypeAlias = tuple[Floats, Floats, Floats]
 """Iterations, seconds since the run's first event, and values."""
 
-_VERSION = 5
+_VERSION = 6
+_PART = 0.05  # seconds in which a part of a log is read, so that not all its events are in memory at once
 _ABOUT, _HAPPENED, _POINTS = "about.json", "happened.json", "points"
+NEW = ".new-"  # begins the name of a folder whose points are being written
 TOKENS = " tokens"  # under which their number is kept beside the curves, whose names do not begin with a space
 
 
@@ -96,16 +100,17 @@ class RunSeries(RunCurves):
 
     Args:
         folder: the run folder.
+        seconds: read for about this time, as `update` does.
 
     Raises:
         RecordingError: it holds no event log.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float | None = None) -> None:
         self._folder = folder
         self._log = LogFollower(folder / "events")
         self._begin(EventLog(folder))
-        self.update()
+        self.update(seconds)
 
     def _begin(self, log: EventLog) -> None:
         super().__init__(log.main_engine if log.engines else "")
@@ -116,18 +121,37 @@ class RunSeries(RunCurves):
     def make_curve(self) -> Curve:
         return _Series(lambda: self._seconds)
 
-    def update(self, *, killed: bool = False) -> bool:
+    @property
+    def is_complete(self) -> bool:
+        """Whether the log has been read as far as it was written, or is gone."""
+        return self._log.share == 1.0 or not self._log.exists
+
+    def update(self, seconds: float | None = None, *, killed: bool = False) -> bool:
         """Read what has been written since; returns whether there was anything.
 
         Args:
+            seconds: return after about this time, although there may be more.
             killed: the process that has written it is gone: events that it had begun count as they are.
         """
-        events = self._log.read()
+        deadline = None if seconds is None else time.monotonic() + seconds
+        is_changed = self._read_part()
+        while not self.is_complete and (deadline is None or time.monotonic() < deadline):
+            is_changed |= self._read_part()
+        if killed and (left := self._log.finish()):
+            self._add_all(left)
+            is_changed = True
+        return is_changed
+
+    def _read_part(self) -> bool:
+        events = self._log.read(_PART)
         if self.engine not in ("", "trainer") and any(event.engine == "trainer" for event in events):
             self._log.restart()  # which is the training engine, although another one was the first
-            events = self._log.read()
-        if killed:
-            events += self._log.finish()
+            self._begin(EventLog(self._folder))
+            events = self._log.read(_PART)
+        self._add_all(events)
+        return bool(events)
+
+    def _add_all(self, events: list[LoggedEvent]) -> None:
         if events and (self._log.generation != self._generation or not self.engine):
             self._begin(EventLog(self._folder))  # earlier events do not count any more
         for event in events:
@@ -135,7 +159,6 @@ class RunSeries(RunCurves):
                 self._begun = event.t
             self._seconds = max(self._seconds, (event.t - self._begun) / 1e9)  # a clock may be put back
             self.add(event)
-        return bool(events)
 
     def points(self, name: str) -> Points | None:
         """The points of a curve; None if the run has no such curve."""
@@ -162,8 +185,10 @@ class RunSeries(RunCurves):
         )
 
     def happened(self) -> Happened:
-        """The moments."""
-        return Happened(_plain(self.marks), dict(self.texts), _plain(self.custom))
+        """The moments; those of other ranks than 0 are only anomalies."""
+        marks, others = _plain(self.marks), _plain({"anomalies": anomalies_of_other_ranks(self._folder)})
+        marks["anomalies"] = sorted([*marks["anomalies"], *others["anomalies"]], key=lambda each: each[0])
+        return Happened(marks, dict(self.texts), _plain(self.custom))
 
 
 def _plain(rows: Mapping[str, Marks]) -> dict[str, list[tuple[int, str, str]]]:
@@ -196,7 +221,7 @@ class StoredSeries:
         """Write all points; a process that is killed meanwhile leaves nothing that is read."""
         about = series.described(sign)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as made:
+        with tempfile.TemporaryDirectory(prefix=NEW, dir=folder.parent) as made:
             with Path(made, _POINTS).open("wb") as file:
                 for curve in series.curves_and_tokens().values():
                     for numbers in curve.whole():
@@ -204,7 +229,13 @@ class StoredSeries:
             Path(made, _HAPPENED).write_bytes(msgspec.json.encode(series.happened()))
             Path(made, _ABOUT).write_bytes(msgspec.json.encode(about))
             shutil.rmtree(folder, ignore_errors=True)
-            Path(made).rename(folder)
+            try:
+                Path(made).rename(folder)
+            except OSError:
+                found = cls.open(folder, sign)  # another server has just written them
+                if found is None:
+                    raise
+                return found
             Path(made).mkdir()  # for the context, which deletes it
         return cls(folder, about)
 

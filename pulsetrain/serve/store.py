@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pulsetrain.engine.errors import PulsetrainError, RunFolderError
-from pulsetrain.runs.index import RunIndex
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.runs.index import RunIndex, log_sign_of
 from pulsetrain.runs.listing import path_of
 from pulsetrain.runs.summary import RunSummary, is_run
-from pulsetrain.serve.series import Described, Happened, Points, RunSeries, StoredSeries
+from pulsetrain.serve.background import BackgroundReader, Failure
+from pulsetrain.serve.series import NEW, Described, Happened, Points, RunSeries, StoredSeries
 
 __all__ = ["Series", "Store", "printable", "series_folder"]
 
 _SERIES = Path(".pulsetrain") / "series"
-_MANAGER = 2.0  # seconds: the most that the thread of the pool is waited for
-_KILLED = "the process that read its log was killed; is there enough memory?"
+_PART = 0.1  # seconds in which a part of the log of a run that is going is read, one run after the other
+_KEY = re.compile(r"[0-9a-f]{24}")
+_LEFT = 3600.0  # seconds, after which a folder of points that are being written was left by a process that was killed
+_RETRY = 10.0  # seconds, after which a run is read again if the reason for which it was not may have passed
 
 
 class Series(Protocol):
@@ -61,18 +62,15 @@ class Store:
     def __init__(self, root: Path, on_change: Callable[[str], object] = lambda run: None) -> None:
         self.root = root
         self.runs: dict[str, RunSummary] = {}
+        self.sweeps: list[Path] = []  # their folders
         self._index = RunIndex(root)
         self._on_change = on_change
         self._folder = _writable(root)
         self._signs: dict[str, str] = {}
         self._stored: dict[str, StoredSeries] = {}
         self._live: dict[str, _Live] = {}
-        self._reading: dict[str, Future[str]] = {}
-        self._unreadable: dict[str, tuple[str, str]] = {}  # id -> sign, and why
-        self._killed: dict[str, int] = {}  # id -> how often its reading was
-        self._pool: ProcessPoolExecutor | None = None
-        self._context = _Noting()
-        self._held: Connection | None = None  # open as long as the processes of the pool are needed
+        self._reader = BackgroundReader(self._read)
+        self._unread: dict[str, tuple[str, Failure, float]] = {}  # id -> sign, why, and when
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch_runs, self._watch_live)]
@@ -86,30 +84,25 @@ class Store:
     def close(self) -> None:
         """Stop looking, and end the processes that read."""
         self._closed.set()
-        with self._lock:
-            manager = getattr(self._pool, "_executor_manager_thread", None)
-            self._drop_pool()
-        if manager is not None:  # Python, when it ends, would write into the pipe that this thread closes
-            manager.join(_MANAGER)  # without the lock, which the thread takes
+        self._reader.close()
         if self._folder != self.root / _SERIES:  # a temporary one
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _drop_pool(self) -> None:
-        pool, held, self._pool, self._held = self._pool, self._held, None, None
-        if pool is not None and held is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-            held.close()
-            for each in self._context.made:  # also those that have only begun to start
-                each.terminate()
 
     def refresh(self) -> None:
         """Look which runs there are, and how they are."""
         found = {printable(path_of(each.folder, self.root)): each for each in self._index.summaries()}
+        self.sweeps = [*map(Path, self._index.sweeps)]
         signs = {name: self._index.signs[str(each.folder)] for name, each in found.items()}
         (before, self.runs), (earlier, self._signs) = (self.runs, found), (self._signs, signs)
+        if found.keys() != before.keys():
+            self._delete_points_of_others(found)
         for name in found.keys() | before.keys():
-            if earlier.get(name) != signs.get(name) or _shown(before.get(name)) != _shown(found.get(name)):
+            is_changed = earlier.get(name) != signs.get(name) or _shown(before.get(name)) != _shown(found.get(name))
+            may_be_read_again = self._may_be_read_again(name)
+            if may_be_read_again or name not in found:
                 self._stored.pop(name, None)
+                self._unread.pop(name, None)
+            if is_changed or may_be_read_again:
                 self._on_change(name)
         with self._lock:
             for name in [name for name in self._live if name not in found or not found[name].status.is_going]:
@@ -133,21 +126,24 @@ class Store:
         if summary.status.is_going:
             with self._lock:
                 live = self._live.setdefault(name, _Live(summary.folder))
+            if live.failure:
+                return live.failure
             try:
                 live.begin()  # without the lock, which other runs need meanwhile
             except (PulsetrainError, OSError) as error:
                 return str(error)
             return live
-        sign = self._signs.get(name, "")
-        if name in self._unreadable and self._unreadable[name][0] == sign:
-            return self._unreadable[name][1]
+        sign = log_sign_of(str(summary.folder))
+        unread = self._unread.get(name)
+        if unread is not None and unread[0] == sign:
+            return unread[1].reason
         stored = self._stored.get(name)
         if stored is not None and stored.about.sign == sign and stored.is_there:
             return stored.opened()
         folder = self._folder / _key(name)
         stored = StoredSeries.open(folder, sign)
         if stored is None:
-            self._read(name, summary.folder, folder, sign)
+            self._reader.read(name, summary.folder, folder, sign)
         else:
             self._stored[name] = stored.opened()
         return stored
@@ -155,69 +151,52 @@ class Store:
     @property
     def reading(self) -> int:
         """How many runs are being read."""
-        return len(self._reading)
+        return len(self._reader) + sum(live.is_partial for live in list(self._live.values()))
 
-    def _read(self, name: str, run: Path, folder: Path, sign: str) -> None:
-        with self._lock:
-            if name in self._reading or self._closed.is_set():
-                return
-            try:
-                future = self._started_pool().submit(_store, run, folder, sign)
-            except BrokenProcessPool:  # one of its processes was killed
-                self._drop_pool()
-                future = self._started_pool().submit(_store, run, folder, sign)
-            self._reading[name] = future
+    def _read(self, name: str, sign: str, failure: Failure | None) -> None:
+        if failure is not None:
+            self._unread[name] = sign, failure, time.monotonic()
+        self._on_change(name)
 
-        def finished(done: Future[str]) -> None:
-            with self._lock:
-                self._reading.pop(name, None)
-            if not done.cancelled() and not self._closed.is_set():
-                failed = done.exception()
-                why = str(failed) if failed is not None else done.result()
-                if isinstance(failed, BrokenProcessPool):  # by this run, or by another one: it is read once more
-                    self._killed[name] = self._killed.get(name, 0) + 1
-                    why = _KILLED if self._killed[name] > 1 else ""
-                if why:
-                    self._unreadable[name] = (sign, why)
-                self._on_change(name)
+    def _delete_points_of_others(self, names: Iterable[str]) -> None:
+        """Delete the points of runs that were removed or renamed, and what a killed reader has left."""
+        keys = {_key(name) for name in names}
+        with suppress(OSError):
+            for folder in list(self._folder.iterdir()):
+                is_left = folder.name.startswith(NEW) and time.time() - folder.stat().st_mtime > _LEFT
+                if is_left or (_KEY.fullmatch(folder.name) and folder.name not in keys):
+                    shutil.rmtree(folder, ignore_errors=True)
 
-        future.add_done_callback(finished)
-
-    def _started_pool(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            workers = max(1, min((os.cpu_count() or 2) - 1, 8))
-            self._context = _Noting()
-            reads, self._held = self._context.Pipe(duplex=False)
-            self._pool = ProcessPoolExecutor(workers, self._context, _end_with, (reads,))
-        return self._pool
+    def _may_be_read_again(self, name: str) -> bool:
+        _, failure, at = self._unread.get(name, ("", None, 0.0))
+        return failure is not None and failure.may_pass and time.monotonic() - at > _RETRY
 
     def _watch_runs(self) -> None:
         pause = 1.0
         while not self._closed.wait(pause):
             began = time.monotonic()
-            with suppress(PulsetrainError, OSError):  # the folder may be gone for a while
+            try:
                 self.refresh()
+            except (PulsetrainError, OSError):  # the folder may be gone for a while
+                pass
+            except Exception as error:  # else the page would not change any more, and not say so
+                get_logger("serve").error("the runs could not be read", reason=f"{type(error).__name__}: {error}")
             pause = max(1.0, 5 * (time.monotonic() - began))
 
     def _watch_live(self) -> None:
-        while not self._closed.wait(0.25):
-            for name, live in list(self._live.items()):
-                with suppress(PulsetrainError, OSError):
+        pause = 0.25
+        while not self._closed.wait(pause):
+            every = list(self._live.items())
+            for name, live in every:
+                try:
                     if live.update():
                         self._on_change(name)
-
-
-class _Noting(SpawnContext):
-    """Starts processes that can be ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[SpawnProcess] = []
-
-    def Process(self, *words: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        made = SpawnProcess(*words, **options)
-        self.made.append(made)
-        return made
+                except (PulsetrainError, OSError):
+                    pass
+                except Exception as error:
+                    live.failure = f"{type(error).__name__}: {error}"
+                    self._on_change(name)
+            pause = 0.01 if any(live.is_partial for _, live in every) else 0.25
 
 
 class _Live:
@@ -227,15 +206,16 @@ class _Live:
         self._folder = folder
         self._read: RunSeries | None = None
         self._lock = threading.Lock()
+        self.failure = ""  # why it is not read any more
 
     def begin(self) -> None:
-        """Read its log as far as it is written, unless that was done; of a long log, that takes a while.
+        """Read the first part of its log, unless that was done.
 
         Raises:
             RecordingError: it holds no event log.
         """
         with self._lock:
-            self._read = self._read or RunSeries(self._folder)
+            self._read = self._read or RunSeries(self._folder, _PART)
 
     @property
     def _series(self) -> RunSeries:
@@ -258,9 +238,19 @@ class _Live:
         with self._lock:
             return self._series.happened()
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether more of its log is there than was read."""
+        return self._read is not None and not self.failure and not self._read.is_complete
+
     def update(self) -> bool:
-        with self._lock:
-            return self._read is not None and self._read.update()
+        """Read the next part; returns whether there was anything."""
+        if not self._lock.acquire(blocking=False):  # its first part is being read, or points are
+            return False
+        try:
+            return self._read is not None and not self.failure and self._read.update(_PART)
+        finally:
+            self._lock.release()
 
 
 def printable(text: str) -> str:
@@ -270,28 +260,6 @@ def printable(text: str) -> str:
 
 def _shown(run: RunSummary | None) -> object:
     return None if run is None else (run.status, run.iteration, run.tags)
-
-
-def _end_with(server: Connection) -> None:
-    """End this process with the server, also where that is killed: nothing is sent, but the connection ends."""
-
-    def wait() -> None:
-        with suppress(EOFError, OSError):
-            server.recv_bytes()
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _store(run: Path, folder: Path, sign: str) -> str:
-    """Read a run's log and keep its points; returns why that was not possible, or ""."""
-    try:
-        series = RunSeries(run)
-        series.update(killed=True)
-        StoredSeries.write(folder, series, sign)
-    except (PulsetrainError, OSError) as error:
-        return str(error)
-    return ""
 
 
 def series_folder(root: Path, name: str) -> Path:

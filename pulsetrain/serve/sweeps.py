@@ -1,4 +1,4 @@
-"""The sweeps whose trials are listed, for the page: what `pulsetrain sweep FOLDER --status` prints."""
+"""The sweeps below the folder, for the page: what `pulsetrain sweep FOLDER --status` prints."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ from pulsetrain.sweep.results import read_results
 __all__ = ["sweeps_of"]
 
 
-def sweeps_of(runs: Mapping[str, RunSummary], root: Path) -> list[dict[str, Any]]:
+def sweeps_of(folders: Iterable[Path], runs: Mapping[str, RunSummary], root: Path) -> list[dict[str, Any]]:
     """Each sweep with its trials, the best first; one that cannot be read with the reason.
 
     Args:
+        folders: of the sweeps.
         runs: the listed runs by their ids.
         root: what the paths of sweeps are relative to.
     """
     by_folder = {run.folder.resolve(): name for name, run in runs.items()}
-    return [_sweep(folder, by_folder, root) for folder in _folders(runs.values())]
-
-
-def _folders(runs: Iterable[RunSummary]) -> list[Path]:
-    found = {run.folder.parent.parent for run in runs if run.folder.parent.name == "trials"}
-    return sorted(folder for folder in found if (folder / "sweep.yaml").is_file())
+    return [_sweep(folder, by_folder, root) for folder in sorted(folders)]
 
 
 def _sweep(folder: Path, by_folder: Mapping[Path, str], root: Path) -> dict[str, Any]:
@@ -36,12 +32,13 @@ def _sweep(folder: Path, by_folder: Mapping[Path, str], root: Path) -> dict[str,
     try:
         results = read_results(folder)
     except (PulsetrainError, OSError, ValueError) as error:
-        return {**described, "error": str(error)}
+        return {**described, "error": redacted(str(error))}
     best = results.best
     trials = [
         {
             "number": each.number, "state": each.state, "params": redacted(dict(each.params)),
             "values": dict(each.values), "error": redacted(each.error), "run": by_folder.get(each.folder.resolve()),
+            "iterations": each.iterations,
         }
         for each in results.ordered
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from pulsetrain.engine.data.loaders import (
     begin_stream,
     can_be_keyed,
     can_be_read_once,
+    draws_in_workers,
     key_order,
     length_of,
     order_seed,
@@ -36,7 +37,6 @@ from pulsetrain.state.worker_watch import WorkerWatch
 __all__ = ["DataCursor"]
 
 _FIELDS = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")  # of every state
-_WATCHED = 8  # batches of a loader of an unknown kind that are watched for draws
 
 
 class DataCursor:
@@ -82,6 +82,10 @@ class DataCursor:
     """Whether the run is between two epochs."""
     trained: int
     """The last iteration whose step was made; `state.iteration` grows before its step."""
+    ends_epoch: bool | str
+    """Whether the epoch that was loaded has to end before its next batch, as `Engine.should_terminate_single_epoch`."""
+    asked_to_end: Callable[[], bool | str]
+    """The same of the epoch that runs."""
     skipped: int
     """How many batches were left out."""
     left_out_since: list[tuple[int, int]]
@@ -109,6 +113,7 @@ class DataCursor:
         self._agreed_over: object = None  # its loader
         self._configured = seed if chosen else None
         self.left_out: tuple[tuple[int, int], ...] = tuple(left_out)
+        self.asked_to_end = lambda: False
         self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
         self._keyed: tuple[object, KeyedLoader] | None = None  # the loader, and ours that reads it
         self._watch = WorkerWatch(0)
@@ -118,7 +123,7 @@ class DataCursor:
     def reset(self) -> None:
         """Return to before the first pass."""
         self.passes = self.pass_start = self.epoch = self.epoch_start = self.trained = 0
-        self.epoch_done = True
+        self.epoch_done, self.ends_epoch = True, False
         self.skipped = self.rewinds = 0
         self.left_out_since = []
         self._skips: list[tuple[int, int]] = []  # iterations before which batches were left out, and the total then
@@ -171,6 +176,7 @@ class DataCursor:
                 "the loader cannot start at a position: it is read again up to where the run was",
                 loader=type(data).__name__,
                 batches=count,
+                **_remedy(data),
             )
         if agreed is not None:
             agreed.skip(batches, count)
@@ -255,10 +261,7 @@ class DataCursor:
         if keeps_state(loader):
             return self._iterate_stateful(loader)
         self._key_pass(loader)
-        # workers are seeded by the line above, and a sampler that draws here does so at once
-        known_to_draw_here = isinstance(loader, DataLoader) and loader.num_workers == 0
-        draws = rng.Draws(rng.derive(self._seed_of(loader), self.passes))
-        return draws.around(loader, None if known_to_draw_here else _WATCHED)
+        return rng.Draws(rng.derive(self._seed_of(loader), self.passes)).around(loader)
 
     def _iterate_stateful(self, loader: Stateful, saved: LoaderState | None = None) -> Iterator[object]:
         """A loader's batches from the pass's first on, or from a saved state on."""
@@ -345,6 +348,7 @@ class DataCursor:
             "rewinds": self.rewinds,
             "skips": [list(each) for each in self._skips if each[0] <= self.trained],
             "virtual": self._virtual and self._virtual.total,
+            "ends_epoch": self.ends_epoch or (not self.epoch_done and self.asked_to_end()),
         }
         state.update({name: value for name, value in optional.items() if value})
         if self._order_seed not in (None, self.seed):
@@ -403,7 +407,7 @@ class DataCursor:
         if self.passes:
             self._order_seed = state.get("order_seed", self.seed)
         self._offset, self._offset_at = state.get("offset", 0), self.trained
-        self.skipped = state.get("skipped", 0)
+        self.ends_epoch, self.skipped = state.get("ends_epoch", False), state.get("skipped", 0)
         self.left_out_since = [(first, last) for first, last in state.get("left_out", ())]
         self.rewinds = state.get("rewinds", 0)
         self._skips = [(at, skipped) for at, skipped in state.get("skips", ())]
@@ -411,6 +415,16 @@ class DataCursor:
             self._saved_loader = LoaderState(state["loader"], state.get("given", self.trained - self.pass_start))
         self._saved_parts = state.get("parts", {})
         self._pass_over = state.get("pass_over", False)
+
+
+def _remedy(loader: object) -> dict[str, str]:
+    if not keeps_state(loader) or not draws_in_workers(loader):
+        return {}
+    remedy = (
+        "its state lacks the random generators of its workers; use a DataLoader, which starts at any position, or set "
+        "draws_nothing = True on a dataset that draws no random numbers, without a collate_fn"
+    )
+    return {"remedy": remedy}
 
 
 def _virtual_ranks(count: int | None) -> str:

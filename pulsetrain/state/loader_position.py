@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.loaders import draws_from_a_buffer
+from pulsetrain.engine.data.loaders import draws_from_a_buffer, draws_in_workers
 
 __all__ = ["LoaderPosition", "LoaderState"]
 
@@ -69,6 +69,8 @@ class LoaderPosition:
             reads_ahead: whether this rank may have read ahead, or have ended before the others.
         """
         if reads_ahead or draws_from_a_buffer(loader):  # which would be empty, and its examples lost
+            return self.anchor
+        if draws_in_workers(loader):  # from generators that are in no state
             return self.anchor
         ahead = self.given - trained
         if not ahead:

@@ -89,6 +89,8 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
                 checkpoint=loaded,
                 configured=configured,
             )
+            for group, rate in zip(self._owner.param_groups, configured, strict=False):
+                group["initial_lr"] = rate  # which has a ratio to the default rate of this optimizer
 
     def _shards(self, saved: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
         """This rank's shards of the state, where the parameters are shards, and none where it lacks the parameter."""

@@ -59,6 +59,7 @@ class Resumer:
         self, parts: Mapping[str, Part], data: DataCursor, registry: HandlerRegistry, modules: ModulesPart
     ) -> None:
         self.pending: Resume | None = None
+        self._engine: Engine | None = None
         self.state: RunState = RunState({**parts, "rng": _Generators(self)})
         self.data, self._registry, self._modules = data, registry, modules
         registry.leave_out(parts.values())
@@ -67,6 +68,7 @@ class Resumer:
         for part in self.state.parts.values():
             if isinstance(part, AttachedPart):
                 part.attach(engine)
+        self._engine, self.data.asked_to_end = engine, lambda: engine.should_terminate_single_epoch
         for event in (Events.STARTED, Events.EPOCH_STARTED):
             engine.bus.subscribe(event, self._restore_handlers, sender=engine, phase=Phase.PERSIST, order=LAST)
 
@@ -151,12 +153,16 @@ class Resumer:
             batches = self.data.resume(data, iteration)
         self._restore_generators(pending.rng)  # last: making the iterator draws from the generators
         self.pending = None
+        if self.data.ends_epoch and self._engine is not None:
+            self._engine.should_terminate_single_epoch, self.data.ends_epoch = self.data.ends_epoch, False
         return batches, pending.done
 
     def finishes_epoch(self, epoch_length: int | None) -> bool:
         """Whether the checkpoint was made after the last batch of an epoch, and before its EPOCH_COMPLETED."""
         pending = self.pending
-        return pending is not None and self.is_resuming and pending.inside_epoch and pending.done == epoch_length
+        if pending is None or not self.is_resuming or not pending.inside_epoch:
+            return False
+        return pending.done == epoch_length or bool(self.data.ends_epoch)
 
     @contextmanager
     def finishing(self) -> Iterator[None]:

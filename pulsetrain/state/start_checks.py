@@ -21,7 +21,7 @@ def check_data(what: str, loader: object, known: Sequence[object] = ()) -> None:
     """Warn about data that can be read once, and about generators that no pass seeds."""
     if can_be_read_once(loader) and not keeps_state(loader):
         get_logger("pulsetrain").warning(
-            f"{what} is an iterator, which can be read once: a run resumed from a checkpoint cannot continue "
+            f"{what} is an iterator, which can be read only once: a run resumed from a checkpoint cannot continue "
             "exactly; give a DataLoader, an object whose __iter__ starts again, or one with state_dict() and "
             "load_state_dict()",
             loader=type(loader).__name__,

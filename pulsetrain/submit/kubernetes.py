@@ -13,8 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from pulsetrain.configuration.yaml_text import dump_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.submit.submission import Submission
 
@@ -124,7 +123,7 @@ def manifest(submission: Submission, cluster: Cluster) -> dict[str, Any]:
 
 def manifest_text(submission: Submission, cluster: Cluster) -> str:
     """The JobSet as YAML."""
-    return yaml.safe_dump(manifest(submission, cluster), sort_keys=False, allow_unicode=True)
+    return dump_yaml(manifest(submission, cluster))
 
 
 def apply(submission: Submission, cluster: Cluster) -> str:

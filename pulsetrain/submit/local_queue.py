@@ -19,8 +19,9 @@ from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.file_lock import lock
+from pulsetrain.handlers.run_files.redaction import redacted
 
-__all__ = ["ENDED", "LocalQueue", "QueuedJob", "default_folder", "taken_lock"]
+__all__ = ["ENDED", "LocalQueue", "QueuedJob", "default_folder", "environment_here", "taken_lock"]
 
 ENDED = ("done", "failed", "cancelled")
 LOCATION = "PULSETRAIN_QUEUE"  # the environment variable with the queue's folder
@@ -65,6 +66,11 @@ def default_folder() -> Path:
         return Path(os.environ[LOCATION]).absolute()
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "pulsetrain" / "queue"
+
+
+def environment_here() -> dict[str, str]:
+    """Pulsetrain's own variables in the environment of this process, without credentials."""
+    return redacted({name: value for name, value in os.environ.items() if name.startswith("PULSETRAIN_")})
 
 
 def taken_lock(path: Path) -> int | None:
@@ -129,9 +135,8 @@ class LocalQueue:
 
         Setting fewer than a waiting job needs is refused.
         """
-        with self._open(write=False) as connection:
-            row = connection.execute("SELECT value FROM settings WHERE name = 'devices'").fetchone()
-        return None if row is None else json.loads(row[0])
+        devices: list[str] | None = self._setting("devices")
+        return devices
 
     @devices.setter
     def devices(self, names: Sequence[str]) -> None:
@@ -141,8 +146,33 @@ class LocalQueue:
                     f"--devices {len(names)}: job {job.id} needs {job.devices}; cancel it with --cancel {job.id}, or "
                     "keep as many"
                 )
+        self._set("devices", list(names))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the queue's process is there."""
+        held = taken_lock(self.lock)
+        if held is not None:
+            os.close(held)
+        return held is None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the queue's process has noted of its environment, which the jobs get; see `environment_here`."""
+        return self._setting("environment") or {}
+
+    def note_environment(self) -> None:
+        """Note the environment of this process, which is the queue's."""
+        self._set("environment", environment_here())
+
+    def _setting(self, name: str) -> Any:
+        with self._open(write=False) as connection:
+            row = connection.execute("SELECT value FROM settings WHERE name = ?", (name,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def _set(self, name: str, value: object) -> None:
         with self._open() as connection:
-            connection.execute("INSERT OR REPLACE INTO settings VALUES ('devices', ?)", (json.dumps(list(names)),))
+            connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, json.dumps(value)))
 
     def add(
         self,

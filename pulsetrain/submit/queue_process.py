@@ -26,12 +26,8 @@ _started: list[subprocess.Popen[bytes]] = []  # by this process, which does not 
 
 def ensure_running(queue: LocalQueue) -> bool:
     """Start the queue's process, apart from this one, unless it is there or no job is left; True if it was started."""
-    if not queue.jobs(ended=False):
+    if not queue.jobs(ended=False) or queue.is_running:
         return False
-    held = taken_lock(queue.lock)
-    if held is None:
-        return False
-    os.close(held)
     with (queue.folder / "queue.txt").open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "pulsetrain.submit.queue_process", str(queue.folder)],
@@ -60,6 +56,7 @@ class QueueProcess:
             if held is None:
                 return
             try:
+                self._queue.note_environment()
                 while self._step_or_wait():
                     time.sleep(_PAUSE)
             finally:

@@ -52,12 +52,15 @@ class Submission:
             again.
         folder: of scripts and of what the jobs print.
         resources: what each job needs.
+        new: the folder that has to be made for it, by which of two submissions at once one gets it; None where any may
+            exist.
     """
 
     name: str
     commands: tuple[tuple[str, ...], ...]
     folder: Path
     resources: Resources
+    new: Path | None = None
 
 
 def job_name(text: str) -> str:

@@ -7,29 +7,41 @@ the trials that were running from their newest checkpoints.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.configuration.parse import read_config
-from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError, RunFolderError
+from pulsetrain.configuration.parse import read_config, redacted_options
+from pulsetrain.engine.checkpoint.reader import find_checkpoints, step_of
+from pulsetrain.engine.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MetricNotFoundError,
+    PulsetrainError,
+    RunFolderError,
+)
 from pulsetrain.engine.file_lock import lock
+from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.command_end import STOPPED, TRAINED
 from pulsetrain.sweep.population import has_completed, parent_of, place_of
+from pulsetrain.sweep.replayed import check_replay, replayed_outcome
 from pulsetrain.sweep.reporting import PRUNED
 from pulsetrain.sweep.results import SweepResults, Trial, results_of
 from pulsetrain.sweep.spec import STORAGE, Spec, differing, read_saved, write_saved
 from pulsetrain.sweep.study import adopted, draw, drawing_alone, open_study, set_sampler, storage_errors
 from pulsetrain.sweep.trials import (
     Job,
+    Outcome,
     check_metrics,
     check_settings,
     error_of,
@@ -38,7 +50,7 @@ from pulsetrain.sweep.trials import (
     settings_of,
     trial_folder,
 )
-from pulsetrain.sweep.workers import has_ended, owned_by, owner_name
+from pulsetrain.sweep.workers import has_left, owned_by, owner_of
 
 __all__ = ["run_sweep"]
 
@@ -75,6 +87,8 @@ def run_sweep(
         MetricNotFoundError: the runs have no such metric; the message lists those that they have.
     """
     check_settings(spec)
+    if spec.replay:
+        check_replay(spec)
     folder = Path(spec.folder)
     with _owned(folder, worker), storage_errors(spec):
         spec = _claim(spec, folder)
@@ -123,15 +137,33 @@ def _claim(spec: Spec, folder: Path) -> Spec:
     return spec
 
 
+def _check_checkpoint(parent: Path, at: int) -> None:
+    """Refuse a parent without a checkpoint of its end: a fork would train the iterations since then again."""
+    steps = [step_of(each) for each in find_checkpoints(parent / "checkpoints")]
+    if at not in steps:
+        there = f"its last one is of iteration {max(steps)}" if steps else "it has none"
+        raise CheckpointError(
+            f"{parent}: has no checkpoint of iteration {at}, where it ended, from which this member would continue; "
+            f"{there}; leave at_end of Checkpointer true, or see in {parent.with_suffix('.txt')} why it was not saved"
+        )
+
+
+def _credentials(spec: Spec) -> list[str]:
+    """The words that give a fork the credentials of the configuration, which its parent's does not keep."""
+    words = []
+    for name in redacted_options(redacted(spec.base)):
+        if name != "handlers":  # which every fork is given
+            value = reduce(lambda inner, key: inner[key], name.split("."), dict(spec.base or {}))
+            words.append(f"--{name}={json.dumps(value)}")
+    return words
+
+
 class _Coordinator:
     def __init__(
         self, spec: Spec, main: Callable[[Sequence[str]], int], ended: Callable[[Trial], object], worker: str | None
     ) -> None:
         self.spec, self._main, self._ended, self._worker = spec, main, ended, worker
         self._active: dict[int, _Active] = {}  # by sentinel
-        self._owner = f"{socket.gethostname()}:{Path(spec.folder).resolve()}"
-        if worker is not None:
-            self._owner = owner_name(worker)
         if spec.storage is not None:
             os.environ[STORAGE] = spec.storage  # for the trials' processes
         # before torch is imported there: several processes share the processors
@@ -141,6 +173,7 @@ class _Coordinator:
         self._context.set_forkserver_preload(["pulsetrain.cli.train"])
         with self._alone():  # several workers would make its tables at once
             self.study = open_study(spec)
+            self._owner = owner_of(Path(spec.folder), worker)
         # whether a trial is known to report what the sweep judges by
         self._has_metrics = any(map(has_completed, self._trials()))
 
@@ -182,16 +215,20 @@ class _Coordinator:
         """The trials that a killed process has left for this one to continue."""
         with self._alone():
             found = [each for each in self._trials() if each.state.name == "RUNNING" and self._is_own(each)]
-            if self._worker is not None:
+            if self._shares:
                 for each in found:
                     adopted(self.study, each.number).set_user_attr("owner", self._owner)
         return found
 
     def _is_own(self, trial: Any) -> bool:
         owner = trial.user_attrs.get("owner")
-        if self._worker is not None:
-            return owner in (None, self._owner) or has_ended(Path(self.spec.folder), owner)
-        return self.spec.storage is None or owner == self._owner
+        # without an owner: its process was killed while it drew the trial
+        return owner is None or not self._shares or has_left(Path(self.spec.folder), owner, self._owner)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether other processes may train trials of the study now."""
+        return self.spec.storage is not None or self._worker is not None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -233,10 +270,17 @@ class _Coordinator:
         """Start the process of a new trial, or of one that a killed process has left."""
         trial = self.study.ask() if number is None else adopted(self.study, number)
         set_sampler(self.study, self.spec, trial.number)  # before values are drawn
-        if self.spec.storage is not None or self._worker is not None:
+        if self._shares:
             trial.set_user_attr("owner", self._owner)
         params = draw(self.spec, self.study, trial)
-        job = self._job(trial.number, params)
+        if self.spec.replay:
+            self._record(trial, partial(replayed_outcome, self.spec, params))
+            return
+        try:
+            job = self._job(trial.number, params)
+        except CheckpointError as error:  # of the parent
+            self._tell(trial, (), str(error))
+            return
         process = self._context.Process(target=run_job, args=(job, self._main))
         process.start()
         self._active[process.sentinel] = _Active(trial, process, deaths)
@@ -252,13 +296,21 @@ class _Coordinator:
             until = (place_of(spec, number)[0] + 1) * int(spec.interval or 1)
         settings = settings_of(spec, params, number, until)
         words = [f"--{name}={text}" for name, text in settings.items()]
-        parent = parent_of(spec, number, self._trials()) if spec.sampler == "population" else None
+        trials = self._trials()
+        parent = parent_of(spec, number, trials) if spec.sampler == "population" else None
         if parent is not None:
             source = trial_folder(spec, parent)
             at = outcome_of(spec, source).iteration
-            changes = [word for word in words if not word.startswith("--training.seed=")]
-            fork = ["fork", str(source), "--at", str(at), "--into", str(folder), *changes]
-            config, words = str(folder / "config.yaml"), []
+            if "parent" not in read_run_file(folder):
+                _check_checkpoint(source, at)
+            # a setting that is given replaces what the parent's handlers have made of it, such as the learning rate
+            kept = settings_of(spec, next(each for each in trials if each.number == parent).params)
+            kept["training.seed"] = settings.get("training.seed", "")
+            words = [f"--{name}={text}" for name, text in settings.items() if text != kept.get(name)]
+            words += _credentials(spec)
+            fork = ["fork", str(source), "--at", str(at), "--into", str(folder), *words]
+            # the words again: config.yaml has no credentials, and the sweep's folder as it was named then
+            config = str(folder / "config.yaml")
         return Job(folder, tuple(fork), ("train", config, "--run", str(folder), "--resume", "latest", "--wait", *words))
 
     def _finish(self, ended: _Active) -> None:
@@ -270,25 +322,27 @@ class _Coordinator:
         if was_killed and ended.deaths + 1 < MOST_DEATHS:
             self._start(trial.number, ended.deaths + 1)
             return
-        error, pruned = "", False
-        values: tuple[float, ...] = ()
         if was_killed:
-            error = f"its process was killed {MOST_DEATHS} times, at last with status {code}"
+            self._tell(trial, (), f"its process was killed {MOST_DEATHS} times, at last with status {code}")
         elif code in TRAINED:
-            try:
-                outcome = outcome_of(self.spec, folder)
-                values, pruned = outcome.values, outcome.reason.startswith(PRUNED)
-            except PulsetrainError as unread:
-                error = str(unread)
-                if isinstance(unread, MetricNotFoundError) and not self._has_metrics:
-                    self._tell(trial, (), error)
-                    raise
-            if any(math.isnan(value) for value in values):
-                error = f"{' or '.join(self.spec.metric)} is NaN"
+            self._record(trial, partial(outcome_of, self.spec, folder))
         else:
-            error = error_of(folder)
-        self._has_metrics |= bool(values)
-        self._tell(trial, values, error, pruned)
+            self._tell(trial, (), error_of(folder))
+
+    def _record(self, trial: Any, read: Callable[[], Outcome]) -> None:
+        """Record the values of a trial whose run has ended, or was replayed."""
+        try:
+            outcome = read()
+        except PulsetrainError as unread:
+            self._tell(trial, (), str(unread))
+            if isinstance(unread, MetricNotFoundError) and not self._has_metrics:
+                raise
+            return
+        error = f"{' or '.join(self.spec.metric)} is NaN" if any(map(math.isnan, outcome.values)) else ""
+        self._has_metrics = True
+        if self.spec.replay:
+            trial.set_user_attr("iterations", outcome.iteration)
+        self._tell(trial, outcome.values, error, outcome.reason.startswith(PRUNED))
 
     def _tell(self, trial: Any, values: tuple[float, ...], error: str, pruned: bool = False) -> None:
         from optuna.trial import TrialState

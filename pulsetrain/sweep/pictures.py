@@ -159,7 +159,8 @@ def _page(results: SweepResults, front: Sequence[int], sections: str) -> str:
 
 def _table(results: SweepResults) -> str:
     names = list(dict.fromkeys(name for each in results.trials for name in each.params))
-    heads = ["trial", "state", *results.directions, *names, "error"]
+    counted = ["iterations"] if results.is_replayed else []
+    heads = ["trial", "state", *results.directions, *counted, *names, "error"]
     cells = (("".join(f"<td>{html.escape(cell)}</td>" for cell in row)) for row in _rows(results, names))
     rows = "\n".join(f"<tr>{each}</tr>" for each in cells)
     head = "".join(f"<th>{html.escape(each)}</th>" for each in heads)
@@ -173,4 +174,6 @@ def _rows(results: SweepResults, names: Sequence[str]) -> Iterator[list[str]]:
     for each in results.trials:
         values = [text_of(each.values[metric]) if metric in each.values else "" for metric in results.directions]
         settings = [text_of(each.params[name]) if name in each.params else "" for name in names]
+        if results.is_replayed:
+            values.append("" if each.iterations is None else f"{each.iterations:,}")
         yield [str(each.number), each.state, *values, *settings, each.error]

@@ -76,7 +76,15 @@ def values_of(spec: Spec, number: int, trials: Sequence[Any]) -> dict[str, Any]:
     before = next(trial for trial in trials if trial.number == parent).params
     if parent == number - spec.population:
         return dict(before)
-    return {name: _within(values, before[name] * draw.choice(FACTORS)) for name, values in space.items()}
+    return {name: _perturbed(values, before[name], draw.choice(FACTORS)) for name, values in space.items()}
+
+
+def _perturbed(values: Range, before: float, factor: float) -> float:
+    """The value times the factor; at least a step away from it, if the range has steps and a value there."""
+    value, step = before * factor, values.step or (1 if values.whole else 0)
+    if abs(value - before) < step:  # it could be rounded to where it was
+        value = before + math.copysign(step, (value - before) or (factor - 1))
+    return _within(values, value)
 
 
 def _drawn(values: Range, draw: random.Random) -> float:

@@ -22,6 +22,7 @@ __all__ = ["INTERVAL_ENDS", "PRUNED", "SweepTrial"]
 
 PRUNED = "pruned by the sweep"  # how the reasons begin with which this handler terminates a run
 INTERVAL_ENDS = "the interval of the population ends"
+DECISION = "pruner_decision"  # the trial's attribute with the pruner's last decision, stored before it is acted upon
 
 
 class SweepTrial(Handler):
@@ -52,6 +53,7 @@ class SweepTrial(Handler):
         self.reports: int = 0  # validations that reported the metric
         self.reason = ""  # why the run has been ended
         self._trial: Any = None
+        self._storage: Any = None
 
     def attach(self, engine: Engine) -> Self:
         """Report each validation of the engine, in phase ACT."""
@@ -93,8 +95,46 @@ class SweepTrial(Handler):
             engine.terminate(reason=self.reason, alike=True)
 
     def _should_prune(self, value: float) -> bool:
+        """What the pruner decides at this report, which it is asked once: the decision outlives the process."""
         if self._trial is None:
-            self._trial = adopted(open_study(self.spec, create=False), self.trial)
-        if self.reports not in self._trial.storage.get_trial(self._trial._trial_id).intermediate_values:  # noqa: SLF001
-            self._trial.report(value, self.reports)
-        return bool(self._trial.should_prune())
+            study = open_study(self.spec, create=False)
+            study._storage = self._storage = _HeldBack(study._storage)  # noqa: SLF001  # there is no public way
+            self._trial = adopted(study, self.trial)
+        trial, storage = self._trial, self._storage
+        stored = storage.get_trial(trial._trial_id)  # noqa: SLF001
+        if self.reports not in stored.intermediate_values:
+            trial.report(value, self.reports)
+        if any(each > self.reports for each in stored.intermediate_values):  # killed later, and not pruned here
+            return False
+        decision = stored.user_attrs.get(DECISION)
+        if decision is None or decision["report"] != self.reports:
+            pruned = bool(trial.should_prune())
+            decision = {"report": self.reports, "pruned": pruned, "attributes": storage.held_back}
+            trial.set_user_attr(DECISION, decision)
+        storage.write(trial._trial_id, decision["attributes"])  # noqa: SLF001
+        return bool(decision["pruned"])
+
+
+class _HeldBack:
+    """Optuna's storage, in which a pruner's attributes of a trial wait until the decision is stored.
+
+    ASHA notes that a trial has reached a rung before it decides there, and does not decide there again. If the process
+    were killed between the two, the trial would pass the rung.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self.held_back: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
+        """Hold an attribute back; pruners set those of the trial that they judge."""
+        self.held_back[key] = value
+
+    def write(self, trial_id: int, attributes: Mapping[str, Any]) -> None:
+        """Store attributes that were held back."""
+        for key, value in attributes.items():
+            self._storage.set_trial_system_attr(trial_id, key, value)
+        self.held_back = {}

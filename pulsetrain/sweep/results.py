@@ -31,11 +31,13 @@ class Trial:
     values: Mapping[str, float]  # metric -> value; empty until the trial has ended
     folder: Path  # the run folder, which may not exist yet
     error: str  # why it failed; else ""
+    iterations: int | None = None  # of all replayed runs, until this trial would have ended them; None if it trained
 
     @property
     def values_text(self) -> str:
         """Its metrics in one line."""
-        return ", ".join(f"{name} {text_of(value)}" for name, value in self.values.items())
+        texts = [f"{name} {text_of(value)}" for name, value in self.values.items()]
+        return ", ".join([*texts, *([f"{self.iterations:,} iterations"] if self.iterations is not None else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +49,28 @@ class SweepResults:
     directions: Mapping[str, str]  # metric -> "min" or "max"
 
     @property
+    def is_replayed(self) -> bool:
+        """Whether recorded runs have answered."""
+        return any(each.iterations is not None for each in self.trials)
+
+    @property
     def ordered(self) -> list[Trial]:
         """The trials, the best first by the first metric; then those without values, by number."""
-        metric, mode = next(iter(self.directions.items()))
-        sign = 1 if mode == "min" else -1
-        return sorted(self.trials, key=lambda each: (not each.values, sign * each.values.get(metric, 0.0), each.number))
+        return sorted(self.trials, key=self._rank)
 
     @property
     def best(self) -> Trial | None:
-        """The completed trial with the best value of the first metric, of equal ones the first; None without one."""
+        """The completed trial with the best value of the first metric; None without one.
+
+        Of equal ones it is the one with the fewest iterations, where runs were replayed, and then the first.
+        """
+        ended = [each for each in self.trials if each.state == "completed" and each.values]
+        return min(ended, key=self._rank, default=None)
+
+    def _rank(self, trial: Trial) -> tuple[bool, float, int, int]:
         metric, mode = next(iter(self.directions.items()))
-        ended = [each for each in self.trials if each.state == "completed" and metric in each.values]
         sign = 1 if mode == "min" else -1
-        return min(ended, key=lambda each: (sign * each.values[metric], each.number), default=None)
+        return not trial.values, sign * trial.values.get(metric, 0.0), trial.iterations or 0, trial.number
 
 
 def text_of(value: object) -> str:
@@ -105,7 +116,9 @@ def results_of(folder: Path, directions: Mapping[str, str], trials: list[Any]) -
             dict(each.params),
             dict(zip(directions, each.values, strict=True)) if each.state.name == "COMPLETE" else {},
             _folder_of(each, folder),
-            str(each.user_attrs.get("error", "")),
+            # the error is stored first: a trial killed between the two is continued, and may complete
+            str(each.user_attrs.get("error", "")) if each.state.name == "FAIL" else "",
+            each.user_attrs.get("iterations"),
         )
         for each in trials
     ]

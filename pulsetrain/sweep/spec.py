@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -11,11 +10,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.parse import read_config
-from pulsetrain.configuration.yaml_text import read_yaml
+from pulsetrain.configuration.yaml_text import dump_yaml, read_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.handlers.run_files.redaction import redacted
@@ -78,7 +75,7 @@ class Spec:
         population: runs of a population.
         interval: iterations of one generation of a population, which needs it.
         generations: how often the runs of a population are trained and replaced.
-        replay: run folders whose logs answer instead of training, if only arguments of a handler vary.
+        replay: run folders whose logs answer instead of training, if only arguments of handlers that end a run vary.
         base: the configuration as it was when the sweep began.
     """
 
@@ -339,7 +336,7 @@ def write_saved(spec: Spec) -> None:
     """Write the checked sweep into its folder; the storage's URL, which may hold a password, stays out."""
     values = redacted(asdict(spec))
     values["storage"] = None if spec.storage is None else "postgresql"
-    text = yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False, allow_unicode=True)
+    text = dump_yaml(values)
     replace_file(Path(spec.folder) / SAVED, text.encode())
 
 
@@ -360,9 +357,17 @@ def read_saved(folder: Path) -> Spec:
             name: Range(**values) if isinstance(values, dict) else tuple(values)
             for name, values in given["space"].items()
         }
-        if len(given["metric"]) != len(given["mode"]):
-            raise ValueError("it has not as many modes as metrics")
+        if not given["metric"] or len(given["metric"]) != len(given["mode"]):
+            raise ValueError("it has no metric, or not as many modes as metrics")
         spec = Spec(**given)
+        chosen: list[tuple[str, str, tuple[str, ...]]] = [
+            ("sampler", spec.sampler, SAMPLERS),
+            ("pruner", spec.pruner, PRUNERS),
+        ]
+        chosen += [("mode", each, ("min", "max")) for each in spec.mode]
+        for name, value, choices in chosen:
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigurationError(
             f"{folder / SAVED}: was not written by `pulsetrain sweep` of this version: {error}; restore the file, or "
@@ -377,8 +382,9 @@ def read_saved(folder: Path) -> Spec:
 
 def described(spec: Spec) -> dict[str, Any]:
     """The entries that may not change once a sweep has begun, without credentials."""
-    values: dict[str, Any] = json.loads(json.dumps(redacted(asdict(spec))))
-    return {name: value for name, value in values.items() if name not in (*CHANGEABLE, "folder", "storage", "replay")}
+    return {
+        name: value for name, value in redacted(asdict(spec)).items() if name not in (*CHANGEABLE, "folder", "storage")
+    }
 
 
 def differing(saved: Spec, now: Spec) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from collections.abc import Iterator, Mapping
@@ -69,7 +70,7 @@ def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> A
 
 def _check_sweep(study: Any, spec: Spec) -> None:
     """Refuse a study of another sweep, which had the same name; a population's members are all in one folder."""
-    now = described(spec)
+    now = json.loads(json.dumps(described(spec), default=str))  # as the server keeps it
     del now["config"]
     if spec.sampler == "population":
         now["folder"] = str(Path(spec.folder).resolve())

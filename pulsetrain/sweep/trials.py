@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -10,18 +9,21 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.configuration.messages import unknown
+from pulsetrain.configuration.messages import as_yaml, unknown
 from pulsetrain.configuration.resolve import resolve
+from pulsetrain.configuration.yaml_text import yaml_word
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.log.run_file import read_run_file
+from pulsetrain.engine.recording.replay.playback import Stop
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.runs.command_end import error_in
 from pulsetrain.sweep.spec import Range, Spec
@@ -32,6 +34,8 @@ __all__ = [
     "check_metrics",
     "check_settings",
     "error_of",
+    "handlers_of",
+    "name_of",
     "outcome_of",
     "run_job",
     "settings_of",
@@ -79,36 +83,54 @@ def settings_of(
         until: the iteration at which the trial ends.
 
     Raises:
-        ConfigurationError: the configuration lists no such handler.
+        ConfigurationError: the configuration lists no such handler, or several.
     """
     base = spec.base or {}
-    settings = {name: json.dumps(value) for name, value in params.items() if not name.startswith(_HANDLERS)}
+    settings = {name: yaml_word(value) for name, value in params.items() if not name.startswith(_HANDLERS)}
     if (base.get("training") or {}).get("seed") is None:
-        settings.setdefault("training.seed", str(spec.seed))
-    handlers = json.loads(json.dumps(list(base.get("handlers") or ())))
-    for name, value in params.items():
-        if name.startswith(_HANDLERS):
-            _set_argument(handlers, name, value)
+        # the best of a replayed sweep trains as the first of its runs did
+        seed = read_run_file(Path(spec.replay[0])).get("seed", spec.seed) if spec.replay else spec.seed
+        settings.setdefault("training.seed", str(seed))
+    handlers = handlers_of(spec, params)
     if number is not None and (spec.pruner != "none" or until is not None):
         arguments = {"sweep": str(Path(spec.folder).resolve()), "trial": number, "until": until}
         handlers.append({"class_path": HANDLER, "init_args": arguments})
     if handlers != list(base.get("handlers") or ()):
-        settings["handlers"] = json.dumps(handlers)
+        settings["handlers"] = yaml_word(handlers)
     return settings
+
+
+def handlers_of(spec: Spec, params: Mapping[str, Any]) -> list[Any]:
+    """The handlers of the configuration, with the values that are arguments of theirs.
+
+    Raises:
+        ConfigurationError: the configuration lists no such handler, or several.
+    """
+    handlers: list[Any] = deepcopy(list((spec.base or {}).get("handlers") or ()))
+    for name, value in params.items():
+        if name.startswith(_HANDLERS):
+            _set_argument(handlers, name, value)
+    return handlers
 
 
 def _set_argument(handlers: list[Any], name: str, value: object) -> None:
     wanted, _, argument = name.removeprefix(_HANDLERS).partition(".")
-    names = [_name_of(each) for each in handlers]
+    names = [name_of(each) for each in handlers]
     if not argument or wanted not in names:
         raise unknown(f"space.{name}", "handler of the configuration", wanted, names)
+    if names.count(wanted) > 1:
+        raise ConfigurationError(
+            f"space.{name}: the configuration lists {names.count(wanted)} handlers {wanted}, which this name does not "
+            "tell apart; list one of them, or make one a subclass with another name"
+        )
     index = names.index(wanted)
     if isinstance(handlers[index], str):
         handlers[index] = {"class_path": handlers[index]}
     handlers[index].setdefault("init_args", {})[argument] = value
 
 
-def _name_of(handler: Any) -> str:
+def name_of(handler: Any) -> str:
+    """The name of a handler's class, of its entry in a configuration."""
     path = handler.get("class_path") if isinstance(handler, dict) else handler
     return str(path).rpartition(".")[2]
 
@@ -117,14 +139,16 @@ def check_settings(spec: Spec) -> None:
     """Try the values of each setting against the configuration; no model is made and no data is read.
 
     Raises:
-        ConfigurationError: the configuration does not know a setting or takes no such value, or the run records no
-            events, from which the results are read.
+        ConfigurationError: the configuration does not know a setting or takes no such value, the trials would write
+            into one folder, or the run records no events, from which the results are read.
     """
     base = spec.base or {}
-    if "EventRecorder" not in [_name_of(each) for each in base.get("handlers") or ()]:
+    if "EventRecorder" not in [name_of(each) for each in base.get("handlers") or ()]:
         raise ConfigurationError(
             f"{spec.config}: handlers: a sweep reads results from the event log; add EventRecorder"
         )
+    if not spec.replay:
+        _check_folders(spec)
     for name, values in spec.space.items():
         for value in (values.low, values.high) if isinstance(values, Range) else values:
             try:
@@ -132,6 +156,25 @@ def check_settings(spec: Spec) -> None:
             except ConfigurationError as error:
                 text = str(error).removeprefix(f"space.{name}: ")
                 raise error.with_text(f"space.{name}: {text}") from error
+
+
+def _check_folders(spec: Spec) -> None:
+    """Refuse a folder that the trials would share: each would resume the checkpoints of the one before."""
+    base = spec.base or {}
+    given = {f"{spec.config}: training.run_dir": (base.get("training") or {}).get("run_dir")}
+    for index, each in enumerate(base.get("handlers") or ()):
+        arguments = each.get("init_args") if isinstance(each, dict) else None
+        if isinstance(arguments, dict):
+            given[f"{spec.config}: handlers[{index}].init_args.folder"] = arguments.get("folder")
+    for name, values in spec.space.items():
+        if name == "training.run_dir" or (name.startswith(_HANDLERS) and name.endswith(".folder")):
+            given[f"space.{name}"] = values
+    for location, value in given.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"{location}={as_yaml(value)}: the trials of a sweep would share this folder and its checkpoints; "
+                "leave it out, and each trial writes into its own run folder"
+            )
 
 
 def run_job(job: Job, main: Callable[[Sequence[str]], int]) -> None:
@@ -170,8 +213,13 @@ def _stop_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def outcome_of(spec: Spec, folder: Path) -> Outcome:
+def outcome_of(spec: Spec, folder: Path, stop: Stop | None = None) -> Outcome:
     """Read what a run has recorded.
+
+    Args:
+        spec: the sweep.
+        folder: of the run.
+        stop: where a replayed handler would have ended the run; by default it is read to its end.
 
     Raises:
         MetricNotFoundError: no validation has reported the metric; the message lists those that it had.
@@ -179,8 +227,12 @@ def outcome_of(spec: Spec, folder: Path) -> Outcome:
     """
     found: dict[str, list[float]] = {name: [] for name in spec.metric}
     seen: dict[str, object] = {}
-    reason, iteration = "", 0
-    for event in EventLog(folder).read(event={"terminate", "completed", *(each.value for each in METRIC_EVENTS)}):
+    reason, iteration = "", 0 if stop is None else stop.iteration
+    upto = None if stop is None else stop.iteration
+    names = {"terminate", "completed", *(each.value for each in METRIC_EVENTS)}
+    for event in EventLog(folder).read(event=names, iteration=(None, upto)):
+        if stop is not None and stop.event not in names and event.seq > stop.seq:
+            break  # a run that ends in an iteration is not validated after it; other sets are, after a validation
         iteration = max(iteration, event.iteration)
         payload = event.payload if isinstance(event.payload, dict) else {}
         reason = str(payload.get("reason") or reason) if event.event == "terminate" else reason

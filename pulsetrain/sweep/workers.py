@@ -1,7 +1,8 @@
 """Several processes that share out the trials of one sweep, in one folder: which of them are there.
 
-Each holds the lock of its own file. A trial notes the name of its worker, and another worker may continue it once that
-one has ended. Their hosts have to share locks, as NFS and Lustre (mounted with `flock`) do.
+Each holds the lock of its own file. A trial notes its owner: the sweep folder, by an id that does not depend on the
+host, and the name of the worker, if there are several. A process of the same folder may continue the trial once the
+owner has ended. The hosts of workers have to share locks, as NFS and Lustre (mounted with `flock`) do.
 """
 
 from __future__ import annotations
@@ -9,29 +10,45 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.file_lock import lock
+from pulsetrain.handlers.run_files.run_folder import replace_file
 
-__all__ = ["folder_of", "has_ended", "owned_by", "owner_name"]
+__all__ = ["check_name", "folder_of", "has_left", "owned_by", "owner_of"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-_PREFIX = "worker:"
+_ID = "sweep.id"
 _ATTEMPTS, _PAUSE = 20, 0.25  # another worker that looks whether this one is there holds the lock for a moment
 
 
-def owner_name(worker: str) -> str:
-    """What a trial notes.
+def check_name(worker: str) -> None:
+    """Check a worker's name.
 
     Raises:
         ConfigurationError: the name cannot be part of a file's name.
     """
     if not _NAME.fullmatch(worker):
         raise ConfigurationError(f"--worker {worker!r}: needs letters, digits, hyphens and dots, such as 0 or gpu-1")
-    return f"{_PREFIX}{worker}"
+
+
+def owner_of(folder: Path, worker: str | None) -> dict[str, str | None]:
+    """What a trial notes of the process that trains it.
+
+    Call it while no other process does: the first one gives the folder its id.
+
+    Args:
+        folder: of the sweep.
+        worker: the name of the process among several; None if it is the only one.
+    """
+    file = folder / _ID
+    if not file.exists():
+        replace_file(file, uuid.uuid4().hex.encode())
+    return {"id": file.read_text(encoding="utf-8"), "worker": worker, "folder": str(folder.resolve())}
 
 
 @contextmanager
@@ -41,7 +58,7 @@ def owned_by(folder: Path, worker: str) -> Iterator[None]:
     Raises:
         RunFolderError: another process has the name.
     """
-    owner_name(worker)
+    check_name(worker)
     descriptor = os.open(_file(folder, worker), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         for _ in range(_ATTEMPTS):
@@ -57,11 +74,19 @@ def owned_by(folder: Path, worker: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def has_ended(folder: Path, owner: object) -> bool:
-    """Whether a trial's owner is a worker that is not there any more; False where that is not known."""
-    if not isinstance(owner, str) or folder_of(owner) is not None:
+def has_left(folder: Path, owner: object, own: Mapping[str, str | None]) -> bool:
+    """Whether the process with that owner has ended, and left its trial to this one; False where that is not known.
+
+    Args:
+        folder: of this process, which holds its lock.
+        owner: what the trial notes.
+        own: what this process notes.
+    """
+    if not isinstance(owner, dict) or owner.get("id") != own["id"]:
         return False
-    descriptor = os.open(_file(folder, owner.removeprefix(_PREFIX)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if own["worker"] is None or owner["worker"] == own["worker"]:  # this process has the lock of the owner
+        return True
+    descriptor = os.open(_file(folder, owner["worker"]), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         return lock(descriptor, shared=True) is True
     finally:
@@ -69,10 +94,9 @@ def has_ended(folder: Path, owner: object) -> bool:
 
 
 def folder_of(owner: object) -> Path | None:
-    """The sweep's folder, of a trial's owner that is a host with a folder; None if it is a worker, or not known."""
-    folder = owner.partition(":")[2] if isinstance(owner, str) else ""
-    return Path(folder) if folder.startswith("/") else None
+    """The sweep's folder, of a trial's owner; None if it is not known."""
+    return Path(owner["folder"]) if isinstance(owner, dict) else None
 
 
-def _file(folder: Path, worker: str) -> Path:
-    return folder / f"sweep.{worker}.lock"
+def _file(folder: Path, worker: str | None) -> Path:
+    return folder / ("sweep.lock" if worker is None else f"sweep.{worker}.lock")

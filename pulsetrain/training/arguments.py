@@ -89,14 +89,14 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: Any, bac
             raise ArgumentTypeError("is a handler; pass it in handlers=[...]", "Trainer", callbacks=[callback])
     for name, metric in (metrics or {}).items():
         if isinstance(metric, type):
-            raise ArgumentTypeError(f"needs an object, as {metric.__name__}()", "Trainer", metrics={name: metric})
+            raise ArgumentTypeError(f"needs an object, such as {metric.__name__}()", "Trainer", metrics={name: metric})
         if name == "loss":  # of every strategy; check_metric_names knows further names
             raise ConfigurationError(
                 "the name of the strategy's loss; choose another", "Trainer", metrics={"loss": ...}
             )
     for handler in handlers:
         if isinstance(handler, type):
-            raise ArgumentTypeError(f"needs an object, as {handler.__name__}(...)", "Trainer", handlers=[handler])
+            raise ArgumentTypeError(f"needs an object, such as {handler.__name__}(...)", "Trainer", handlers=[handler])
         if not callable(getattr(handler, "attach", None)):
             raise ArgumentTypeError(
                 "a handler needs attach(engine); functions go to on()", "Trainer", handlers=[handler]
@@ -234,7 +234,7 @@ def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of
             )
         if can_be_read_once(loader):
             raise ConfigurationError(
-                f"{name!r} is an iterator, which can be read once; pass a DataLoader or a list",
+                f"{name!r} is an iterator, which can be read only once; pass a DataLoader or a list",
                 "Trainer",
                 val_loader=...,
             )

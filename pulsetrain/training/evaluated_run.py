@@ -106,10 +106,11 @@ class EvaluatedRun(RunView):
     def log(self, name: str, value: Any) -> None:
         """Log a value from a step, a handler or any other code; it is also in `state.metrics` from then on.
 
-        Loggers, the recorder and the history get the mean of all values since the last report: at the next log point,
-        or, if the name begins with that of a validation set ("val/bleu"), with the next validation, where early
-        stopping and checkpointers see it. If several processes train, it is the mean over all of them. Names that the
-        trainer itself reports keep the trainer's values. Checkpoints hold values that were not reported yet.
+        Loggers and the recorder get the mean of all values since the last report at the next log point, and the history
+        gets that of the epoch at its end. If the name begins with that of a validation set ("val/bleu"), all get it
+        with the next validation, where early stopping and checkpointers see it. If several processes train, it is the
+        mean over all of them. Names that the trainer itself reports keep the trainer's values. Checkpoints hold values
+        that were not reported yet.
 
         >>> import torch
         >>> from pulsetrain import Events, Trainer, SupervisedStrategy, TrainingConfig

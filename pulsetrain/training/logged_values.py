@@ -72,19 +72,15 @@ class LoggedValues:
         return {name: losses for name, losses in self._values.items() if losses.count(reader) and wanted(name)}
 
     def _of_all(self, reader: str, here: Mapping[str, Losses]) -> dict[str, Any]:
-        control = self._agreement.control
-        names = list(dict.fromkeys(name for each in control.gather(list(here)) for name in each))
-        sums = [here[name].sums(reader) if name in here else (0.0, 0.0) for name in names]
-        totals = control.sum([each for pair in sums for each in pair], _WHAT)
+        sums = {name: losses.sums(reader) for name, losses in here.items()}
+        found = self._agreement.control.sum_by_name(sums, _WHAT)
         return {
-            name: torch.tensor(total / weight, dtype=torch.float64)
-            for name, total, weight in zip(names, totals[::2], totals[1::2], strict=True)
-            if weight
+            name: torch.tensor(total / weight, dtype=torch.float64) for name, (total, weight) in found.items() if weight
         }
 
-    def forget(self, reader: str) -> None:
-        """Start all of the reader's next means here."""
-        for losses in self._values.values():
+    def forget(self, reader: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Start the reader's next means of these names here; by default of all."""
+        for losses in self._of(reader, wanted).values():
             losses.forget(reader)
 
     def reset(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ignite.metrics import Metric as IgniteMetric
 from torch import nn
@@ -35,7 +36,7 @@ class RankParts:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._made: dict[int, tuple[object, DataLoader[Any]]] = {}  # by id: kept for workers that persist
+        self._made: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()  # for persistent workers
 
     def of(self, loader: Iterable[Any], model: object, metrics: Iterable[object]) -> Iterable[Any]:
         """The rank's part of the set, or the set itself."""
@@ -45,9 +46,9 @@ class RankParts:
         if any(isinstance(module, DistributedDataParallel) for module in modules) or is_sharded(model):
             return loader  # it sends its buffers, or gathers its weights, in each forward pass
         assert isinstance(loader, DataLoader)
-        before, part = self._made.get(id(loader), (None, None))
-        if before is not loader or part is None:
-            part = DataLoader(
+        part = self._made.get(loader)
+        if part is None:
+            part = self._made[loader] = DataLoader(
                 loader.dataset,
                 batch_sampler=_EveryNth(loader.batch_sampler, self._ranks),
                 num_workers=loader.num_workers,
@@ -60,7 +61,6 @@ class RankParts:
                 prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
                 persistent_workers=loader.persistent_workers,
             )
-            self._made[id(loader)] = loader, part
         return part
 
     def _can_be_shared_out(self, loader: object) -> bool:

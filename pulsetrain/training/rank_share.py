@@ -72,7 +72,7 @@ class RankShare:
     """
 
     expected: float
-    """The size of the last global batch that was added up, by which the next one is weighed; 0 if there is none."""
+    """The size of the last global batch of at least 1, by which the next one is weighed; 0 if there is none yet."""
 
     def __init__(self, control: ControlGroup, data: DataCursor) -> None:
         self._control, self._data = control, data
@@ -104,7 +104,8 @@ class RankShare:
         size, samples, tokens, having = sums()
         if agreed is not None:
             agreed.note(having)
-        self.expected = size or self.expected
+        if size >= 1:  # by a batch in which next to nothing counts, the next one would weigh 1e9
+            self.expected = size
         return Totals(size, round(samples), round(tokens))
 
     def seed_generators(self, iteration: int) -> None:

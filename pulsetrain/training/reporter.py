@@ -58,7 +58,7 @@ class MetricsReporter:
         self._agreement = agreement
         whole = stepper.backend.virtual_ranks is None and pipeline_of(stepper.store.module) is None
         self._measures = measures and whole and stepper.optimizers is None
-        self._names: list[str] | None = None  # of the metrics that all processes have; agreed at the first log point
+        self._names: list[str] = []  # of the metrics that any process has had at a log point, in the same order in all
         self._last = NEVER  # the last iteration of the run, if it is known
         self._warned = False  # of a loss that is not finite
         self.reset()
@@ -111,7 +111,7 @@ class MetricsReporter:
             for losses in self._all_losses() if not provisional else ():
                 losses.forget("log")
             if not provisional:
-                self.logged.forget("log")
+                self.logged.forget("log", self._is_of_training)  # the others are for the next validation
             return
         means = self._means("log", point, keep=provisional)
         if not means:
@@ -282,27 +282,29 @@ class MetricsReporter:
         self, reader: str, named: Mapping[str, Losses], point: LogPoint | None
     ) -> tuple[dict[str, Any], float]:
         """The means over the global batches, the same bits on every rank; and how many names the ranks have logged."""
-        sums = [losses.sums(reader) for losses in named.values()]
-        metrics = {} if point is None else self._metrics_of(point)
-        if metrics and self._names is None:  # a strategy without metrics has none on any rank: nothing is exchanged
-            self._names = self._names_of_all(list(metrics))
-        names = [name for name in self._names or () if name not in named] if point is not None else []
-        for name in names:
-            weight = float(point.size) if point is not None and name in metrics and self._stepper.counts else 0.0
-            sums.append((float(metrics[name]) * weight if weight else 0.0, weight))
+        sums = {name: losses.sums(reader) for name, losses in named.items()}
+        measured = {} if point is None else self._weighted(point)
+        if point is not None:
+            sums.update({name: measured.get(name, (0.0, 0.0)) for name in self._names})
+        new = {name: pair for name, pair in measured.items() if name not in sums}
         logged = float(self.logged.count(reader, self._is_of_training))
-        *totals, anywhere = self._agreement.sums([*(each for pair in sums for each in pair), logged])
+        numbers = [*(each for pair in sums.values() for each in pair), float(len(new)), logged]
+        *totals, are_new, anywhere = self._agreement.sums(numbers)
+        found = dict(zip(sums, zip(totals[::2], totals[1::2], strict=True), strict=True))
+        if are_new:  # to one rank at least: from now on they are summed with the losses
+            further = self._agreement.control.sum_by_name(new, "new metrics at a log point")
+            self._names += further
+            found.update(further)
         means = {
-            name: torch.tensor(total / weight, dtype=torch.float64)
-            for name, total, weight in zip([*named, *names], totals[::2], totals[1::2], strict=True)
-            if weight
+            name: torch.tensor(total / weight, dtype=torch.float64) for name, (total, weight) in found.items() if weight
         }
         return means, anywhere
 
-    def _names_of_all(self, names: list[str]) -> list[str]:
-        """The names of metrics that every rank has, in the order of the main one."""
-        first, *others = self._agreement.control.gather(names)
-        return [name for name in first if all(name in other for other in others)]
+    def _weighted(self, point: LogPoint) -> dict[str, tuple[float, float]]:
+        """The metrics of a step in this process: each times what it is a mean over, and that number."""
+        weight = float(point.size) if point.metrics and self._stepper.counts else 0.0
+        metrics = self._metrics_of(point)
+        return {name: (float(value) * weight if weight else 0.0, weight) for name, value in metrics.items()}
 
     def _rates(self) -> dict[str, float]:
         rates = self._stepper.learning_rates

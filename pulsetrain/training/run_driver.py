@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -44,7 +44,12 @@ class DrivenRun(SavedEngine, Protocol):
     backend: Backend
     model: object
 
+    @property
+    def accumulated(self) -> int: ...
+
     def load_checkpoint(self, path: str | os.PathLike[str] | Location, /) -> None: ...
+
+    def load_checkpoint_state(self, state: Mapping[str, object], /) -> None: ...
 
 
 class RunDriver:
@@ -122,10 +127,19 @@ class RunDriver:
                 self._rewind = None
                 with interrupted_safely(self._engine):
                     self._start()
-                    while self._rewind is not None:
-                        go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
-                        self._rewind = None
-                        self._start()
+                    self.continue_rewound()
+        finally:
+            release_idle(self._engine.bus)
+
+    def continue_rewound(self) -> None:
+        """If the run has ended to rewind, continue it from that checkpoint; also if it rewinds again."""
+        if self._rewind is None:
+            return
+        try:
+            while self._rewind is not None:
+                go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
+                self._rewind = None
+                self._start()
         finally:
             release_idle(self._engine.bus)
 
@@ -201,11 +215,13 @@ class RunDriver:
         if engine.is_paused:
             engine.run(self._run.train_loader)
         elif self._resumer.is_resuming:
+            length.start_from(state.iteration, state.update, self._run.accumulated)
             self._resume(self._run.train_loader, length.max_epochs, length.max_iterations)
         elif (state.max_epochs or state.max_iters) and not self.is_done:
             engine.run(self._run.train_loader)  # after a termination or an error
         else:
             self.reset()
+            length.start_from(0, 0, 0)
             loader = self._run.train_loader
             engine.run(loader, length.max_epochs, length.max_iterations, length_of(loader))
 

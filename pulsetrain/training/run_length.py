@@ -58,6 +58,7 @@ class RunLength:
         self.has_data = not isinstance(loader, NoTrainingData)
         self._loader: Any = loader
         self._tokens_a_batch: float | None = None
+        self._earlier = 0  # how many more batches the earlier part of the run took than it would with this `accumulate`
 
     @property
     def max_epochs(self) -> int | None:
@@ -72,7 +73,8 @@ class RunLength:
         if self.max_epochs is not None:
             return None
         if self.config.max_updates is not None and not self.counts_updates:
-            return self.accumulate.batches_in(self.config.max_updates)
+            batches = self.accumulate.batches_in(self.config.max_updates)
+            return None if batches is None else batches + self._earlier
         return self.config.max_iterations or _UNBOUNDED
 
     @property
@@ -98,6 +100,19 @@ class RunLength:
             return self.config.max_updates // self._optimizers
         iterations = self.total_iterations
         return None if iterations is None else self.accumulate.updates_in(iterations, self._tokens_a_batch)
+
+    def start_from(self, iteration: int, update: int, waiting: int) -> None:
+        """Count the updates that are left from here: the batches so far may have made theirs with another `accumulate`.
+
+        Args:
+            iteration: the last one.
+            update: likewise.
+            waiting: how many batches wait for the next update.
+        """
+        self._earlier = 0
+        now, after = self.accumulate.batches_in(update), self.accumulate.batches_in(update + 1)
+        if now is not None and after is not None and not now <= iteration < after:
+            self._earlier = iteration + max(1, after - now - waiting) - after
 
     def reached(self, state: State) -> str | None:
         """Why the run ends here, for bounds that depend on what the batches hold; None if it does not.
@@ -152,7 +167,7 @@ class RunLength:
             raise refused(config, rule, "accumulate")
         if self.max_epochs is not None and self.max_epochs > 1 and can_be_read_once(self._loader):
             rule = (
-                "the loader is an iterator, which can be read once; "
+                "the loader is an iterator, which can be read only once; "
                 "give a DataLoader or a list, or bound the run by max_iterations"
             )
             raise refused(config, rule, "max_epochs")

@@ -211,6 +211,11 @@ class Stepper:
         """Skip the current update where the condition, shape (), bool, holds; for receivers of GRADIENTS_READY."""
         self._skip = where if self._skip is None else self._skip | where
 
+    def consume_skip(self) -> Tensor | None:
+        """The condition under which the current update is to be skipped; the next update has none."""
+        skip, self._skip = self._skip, None
+        return skip
+
     def attach(self, engine: Engine) -> None:
         engine.add_event_handler(Events.STARTED, self.start, phase=Phase.COMPUTE)
 
@@ -388,7 +393,7 @@ class Stepper:
             ready = GradientsReady(grad_norm=norm, optimizer=name)
             # firing it counts the update
             gradients = store.show_gradients(gradients, lambda: engine.fire(Events.GRADIENTS_READY, ready))
-            skip, self._skip = self._skip, None
+            skip = self.consume_skip()
         else:
             engine.state.update += 1
         optimizer = self.optimizers[name] if name and self.optimizers is not None else store.optimizer

@@ -33,7 +33,7 @@ from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
-from pulsetrain.handlers.attachment.cadence import reading_events
+from pulsetrain.handlers.attachment.cadence import shared_events
 from pulsetrain.handlers.metric_values.step_values import on_host, scalars
 from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
@@ -80,7 +80,10 @@ class Validator:
         self._engine: Engine = engine
         self._run: TrainingRun = engine
         if self.loaders and self.every is not None:
-            engine.add_event_handler(reading_events(self.every), self.validate_once, phase=Phase.COMPUTE)
+            control, is_timed = self.evaluation.control, self.every.seconds is not None
+            flag = engine.shared_flag(self) if is_timed and control.is_shared else None
+            events = shared_events(self.every, flag, is_main=control.ranks.is_main)
+            engine.add_event_handler(events, self.validate_once, phase=Phase.COMPUTE)
 
     def validate(self) -> dict[str, float]:
         """One round over every set; fires VALIDATION_STARTED and VALIDATION_COMPLETED, and returns the metrics.
@@ -154,6 +157,7 @@ class Evaluation:
 
     store: ModelStore
     backend: Backend
+    control: ControlGroup
 
     def __init__(
         self,
@@ -167,10 +171,11 @@ class Evaluation:
     ) -> None:
         self.store, self.backend = stepper.store, stepper.backend
         self.strategy: TrainingStrategy = cast(TrainingStrategy, stepper.strategy)
+        self._alternates = isinstance(stepper.strategy, AlternatingStrategy)  # looking costs as much as a small batch
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
         meets = control if is_sharded(self.store.module) else None  # it gathers its weights with each batch
         self.engine: Evaluator = Evaluator(self._step, self.store.module, name=name, bus=bus, control=meets)
-        self._control, self._merges = control, control.is_shared and shares_out
+        self.control, self._merges = control, control.is_shared and shares_out
         self._parts = RankParts(control.ranks if shares_out else Ranks())
         self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
@@ -205,7 +210,7 @@ class Evaluation:
         self._means = {}  # a run that ends before it has begun must not leave the last set's
         part = self._parts.of(loader, self.store.eval_state.weights, self.metrics.values())
         try:
-            with unmerged(self.metrics.values()) if part is loader and self._control.is_shared else nullcontext():
+            with unmerged(self.metrics.values()) if part is loader and self.control.is_shared else nullcontext():
                 engine.run(part)
         finally:
             engine.set_name = None
@@ -223,21 +228,21 @@ class Evaluation:
             # Logits that stay would be the last block of a heap grown by this set, which then cannot be given back.
             state.output, state.batch = on_host(scalars(state.output)), None
         found = {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
-        return NamedValues(self._control.broadcast(found))
+        return NamedValues(self.control.broadcast(found))
 
     def _of_policy(self, name: str, rollouts: Any) -> dict[str, float]:
         """The metrics of a set whose texts the policy writes; its engine does not run, since there is no batch."""
         with self.engine.around_run():
             self._clear()
-            return NamedValues(self._control.broadcast(rollouts.evaluate_policy(name)))
+            return NamedValues(self.control.broadcast(rollouts.evaluate_policy(name)))
 
     def _step(self, engine: Engine, batch: object) -> dict[str, Any]:
         backend = self.backend
         strategy, self._checks = FirstBatch(self.strategy) if self._checks else self.strategy, False
         prepared = backend.prepare_batch(batch, strategy)
         outputs: object = None
-        if isinstance(self.strategy, AlternatingStrategy):
-            means: Mapping[str, Tensor] = self._alternate(self.strategy, prepared)
+        if self._alternates:
+            means: Mapping[str, Tensor] = self._alternate(cast(AlternatingStrategy, self.strategy), prepared)
         else:
             outputs, means = backend.eval_step(self.store.eval_state, prepared, strategy)
             if getattr(strategy, "needs_gradients", False):  # their graphs would be kept until the end of the set
@@ -267,12 +272,12 @@ class Evaluation:
 
     def _clear(self) -> None:
         self._means, self.engine.state.metrics = {}, NamedValues()
-        if self._control.is_shared:  # inside of the contexts: of averaged weights, those that are validated
+        if self.control.is_shared:  # inside of the contexts: of averaged weights, those that are validated
             pipeline = pipeline_of(self.store.module)
             if pipeline is not None:
                 pipeline.broadcast_buffers()
             else:
-                self._control.broadcast_tensors(list(self.store.module.buffers()))
+                self.control.broadcast_tensors(list(self.store.module.buffers()))
 
     def _reset(self) -> None:
         self._running.clear()
@@ -292,10 +297,9 @@ class Evaluation:
 
     def _merged(self) -> dict[str, float]:
         """The means over what all ranks have evaluated."""
-        means = [each for running in self._running.values() for each in running.sums()]
-        sums = self._control.sum(means, f"the means of a validation: {', '.join(self._running)}")
-        pairs = zip(self._running, sums[::2], sums[1::2], strict=True)
-        return {name: total / weight if weight else float("nan") for name, total, weight in pairs}
+        sums = {name: running.sums() for name, running in self._running.items()}
+        merged = self.control.sum_by_name(sums, "the means of a validation")
+        return {name: total / weight if weight else float("nan") for name, (total, weight) in merged.items()}
 
     def _scalars(self, set_name: str) -> dict[str, float]:
         """The metrics as numbers, mappings flattened; matrices go to `matrices`."""

@@ -55,7 +55,7 @@ class TestModel:
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
-    def test_it_learns_a_text_by_heart(self, model: ByteGPT) -> None:
+    def test_it_memorises_a_text(self, model: ByteGPT) -> None:
         text = b"def spam(eggs):\n"
         tokens = torch.tensor([list(text)])
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from examples.byte_lm.data import ByteTokenizer
 from examples.byte_lm.model import ByteGPT
-from examples.byte_lm_tuning import grpo
-from examples.byte_lm_tuning.functions import END, Function
-from examples.byte_lm_tuning.rewards import parse, reachable, reward_of, sensible_statements, succeeds
+from examples.byte_lm_tuning import functions, grpo, rewards
+from examples.byte_lm_tuning.functions import END, Function, prompts_of_library
+from examples.byte_lm_tuning.rewards import form, reward_of, succeeds, success
 from examples.byte_lm_tuning.start import CONTEXT
+from examples.byte_lm_tuning.statements import parse, reachable, sensible_statements
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.recording import EventLog
 from tests.support.programs_examples import EXAMPLES, run
@@ -25,9 +27,9 @@ DEF = "def f(self, a):\n"
 
 def text_of(prompt: bytes, completion: list[int]) -> str:
     """The text that the rewards score, of tokens as the model writes them."""
-    decode = grpo.Bytes().decode
+    decode = ByteTokenizer().decode
     ended = completion[:-1] if completion[-1] == END else completion
-    return grpo.text_of(decode(list(prompt)), decode(ended), completion)
+    return rewards.text_of(decode(list(prompt)), decode(ended), completion)
 
 
 class TestTexts:
@@ -131,9 +133,9 @@ class TestRewards:
 
     def test_each_text_has_one_reward(self) -> None:
         texts = ["  x = a\n  x", "  x = a\n x"]
-        found = grpo.rewards([DEF] * 2, texts, [[*texts[0].encode()], [*texts[1].encode(), END]])
+        found = form([DEF] * 2, texts, [[*texts[0].encode()], [*texts[1].encode(), END]])
         assert found == pytest.approx([(1 + 1 / 3) / 2, (2 / 3 + 1 / 3) / 2])
-        assert grpo.success([DEF] * 2, ["  a\n  b\n", "  a\n"], [[END]] * 2) == [1.0, 0.0]
+        assert success([DEF] * 2, ["  a\n  b\n", "  a\n"], [[END]] * 2) == [1.0, 0.0]
 
 
 def test_held_out_prompts_are_short_and_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +144,8 @@ def test_held_out_prompts_are_short_and_never_trained_on(monkeypatch: pytest.Mon
     a, b, c = (f"def {name}():\n" for name in "abc")
     training = [Function("a.py", signature, "  x\n") for signature in (a, b, a, longest)]
     held_out = [Function("b.py", signature, "  y\n") for signature in (c, b, longest.replace("f", "g"), "f" + longest)]
-    monkeypatch.setattr(grpo, "functions_of_library", lambda context: (training, held_out))
-    prompts = grpo.prompts_of_library()
+    monkeypatch.setattr(functions, "functions_of_library", lambda context: (training, held_out))
+    prompts = prompts_of_library(CONTEXT, CONTEXT - grpo.WRITTEN)
     assert prompts == ([a, b, longest], [c, longest.replace("f", "g")])
 
 
@@ -166,15 +168,15 @@ class TestScript:
 
         prompts: Any = [DEF], ["def g():\n"]
         monkeypatch.setattr(grpo, "WRITTEN", 8)
-        monkeypatch.setattr(grpo, "rewards", is_ascii)
-        monkeypatch.setattr(grpo, "prompts_of_library", lambda: prompts)
+        monkeypatch.setattr(grpo, "form", is_ascii)
+        monkeypatch.setattr(grpo, "prompts_of_library", lambda context, longest: prompts)
         history = grpo.main(
             ["--start", str(demo_run), "--run", str(tmp_path / "run"), "--rollouts", "10", "--samples", "8"]
         )
-        rewards, divergences = history["rollout/reward"], history["rollout/reference_kl"]
-        assert len(rewards) == len(divergences) == 10
-        assert rewards[0] == pytest.approx(0.5, abs=0.1)  # of random bytes
-        assert rewards[-1] > rewards[0] + 0.1
+        reached, divergences = history["rollout/reward"], history["rollout/reference_kl"]
+        assert len(reached) == len(divergences) == 10
+        assert reached[0] == pytest.approx(0.5, abs=0.1)  # of random bytes
+        assert reached[-1] > reached[0] + 0.1
         assert divergences[0] == 0.0 < 0.01 < divergences[-1]
         output = capsys.readouterr().out
         assert re.findall(r"^rollout (\d+): reward 0\.\d{3}, KL ", output, re.MULTILINE) == ["5", "10"]

@@ -20,6 +20,16 @@ from tests.support.programs_examples import EXAMPLES, lines_of_code, run
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 IN_CONFIGURATIONS = {"sweep_digits.py": "pulsetrain sweep examples/sweep.yaml"}  # modules that a configuration names
 
+LONGER = {  # models and data
+    *("byte_lm/data.py", "byte_lm/model.py", "byte_lm_jax/model.py", "ported/models.py"),
+    *("byte_lm_tuning/functions.py", "byte_lm_tuning/mutations.py"),
+}
+
+
+def test_only_models_and_data_have_80_lines_or_more() -> None:
+    scripts = {path.relative_to(EXAMPLES).as_posix(): path for path in EXAMPLES.rglob("*.py")}
+    assert {name for name, path in scripts.items() if len(path.read_text().splitlines()) >= 80} == LONGER
+
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_an_example_is_short_and_says_how_to_run_it(script: Path) -> None:

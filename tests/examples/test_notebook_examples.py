@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,21 @@ def test_a_notebook_has_a_title_and_no_outputs(path: Path) -> None:
     for cell in notebook["cells"]:
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_starts_with_the_command_that_installs_what_it_imports(path: Path) -> None:
+    first, *cells = nbformat.read(path, as_version=4).cells
+    command = re.search(r"`pip install (pulsetrain jupyterlab.*)`", first.source)
+    assert command is not None
+    required = [each for each in requires("pulsetrain") or [] if "extra ==" not in each]
+    installed = {*command[1].split(), *(re.split(r"[^\w-]", each)[0] for each in required)}
+    code = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
+    imported = {each.module for each in ast.walk(code) if isinstance(each, ast.ImportFrom) and each.module}
+    imported |= {name.name for each in ast.walk(code) if isinstance(each, ast.Import) for name in each.names}
+    modules = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    owners = packages_distributions()
+    assert {module for module in modules if not installed.intersection(owners[module])} == set()
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ RESTATED = {
     "format", "made_with/*", "data/seed", "rng/python/version", "rng/(cuda|xpu|mps)", "handlers/.*/settings",
     "optimizer/param_groups/*", "optimizer/initial_rates/*", "backend/name",
     "backend/scaler/(growth_factor|backoff_factor|growth_interval)",
-    "handlers/LRScheduler/state/schedule/*", "handlers/EMA/state/average/buffers_kept",
+    "handlers/LRScheduler/state/schedule/*", "handlers/EMA/state/(average/buffers_kept|validates|measured)",
     "(reporter/named_losses|stepper/grad_norms)",  # of several optimizers
     "modules/*", "unsaved/*",  # nothing changes; see tests/integration/test_hidden_state_*.py
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """The contract of every handler."""
 
+import inspect
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import torch
 from pulsetrain import TrainingConfig, handlers
 from pulsetrain.engine import EventBus, Events, Every, Phase, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends.model_store import InPlaceStore
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.handlers import (
@@ -96,7 +97,16 @@ class EveryHook(Callback):
 
 
 class OfKeras:
-    def on_epoch_end(self, epoch, logs=None): ...
+    epochs = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs += 1
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
 
 
 def unconnected(package, make):
@@ -211,6 +221,15 @@ def test_every_exported_handler_is_in_this_suite():
     )
     assert not exported - tested, f"add to MAKE above a function that makes: {', '.join(sorted(exported - tested))}"
     assert not tested - exported, f"export in handlers/__init__.py: {', '.join(sorted(tested - exported))}"
+
+
+@pytest.mark.parametrize("name", sorted(set(handlers.__all__) - {"Callback", "CallbackList"}))
+def test_a_misspelt_keyword_is_answered_with_the_nearest(name):
+    kind = getattr(handlers, name)
+    keyword = list(inspect.signature(kind).parameters)[-1]
+    rule = rf"\w+\({keyword}_=1\): is not an argument; did you mean '{keyword}'\?$"
+    with pytest.raises(ArgumentTypeError, match=rule):
+        kind(**{f"{keyword}_": 1})
 
 
 def test_attach_returns_the_handler(fitting, engine):

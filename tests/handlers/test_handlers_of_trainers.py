@@ -176,12 +176,12 @@ class TestRunSummary:
         self, there: bool, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr("pulsetrain.handlers.loggers.run_summary.find_spec", lambda name: there or None)
-        stream = io.StringIO()
+        stream, folder = io.StringIO(), tmp_path / "a run"
         Trainer(
             tiny_model(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=TrainingConfig(progress=False),
-            handlers=[EventRecorder(tmp_path), RunSummary(stream)],
+            handlers=[type("MyRecorder", (EventRecorder,), {})(folder), RunSummary(stream)],
         ).train()  # fmt: skip
-        assert stream.getvalue().splitlines()[-1] == f"Look at it: pulsetrain report {tmp_path}{needs}"
+        assert stream.getvalue().splitlines()[-1] == f"Look at it: pulsetrain report '{folder}'{needs}"
 
     @pytest.mark.parametrize(("progress", "kinds"), [(True, ["RunSummary", "ProgressBar"]), (False, [])])
     def test_a_trainer_has_one_by_default(self, progress: bool, kinds: list[str]):

@@ -12,7 +12,7 @@ from torch import nn
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import CheckpointError, Every, TorchBackend
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_weights
-from pulsetrain.handlers import BestModel, Checkpointer
+from pulsetrain.handlers import EMA, BestModel, Checkpointer
 from tests.support.models_hugging_face import model_of, with_adapters
 from tests.support.runs import cut_after
 
@@ -110,6 +110,23 @@ def test_one_changed_number_of_the_base_is_noticed(tmp_path: Path) -> None:
         next(each for each in model.parameters() if not each.requires_grad).view(-1)[3] += 1e-6
     with pytest.raises(CheckpointError, match="the frozen weights of the model are not those"):
         trainer(tmp_path, model).train(resume="latest")
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["in place", "values"])
+def test_averages_of_the_adapters_are_loaded_for_inference(functional: bool, tmp_path: Path) -> None:
+    average = EMA(0.9)
+    run = trainer(tmp_path, None, average, functional=functional)
+    run.train()
+    model = adapted()
+    assert not load_weights(model, newest(tmp_path))
+    loaded = model.state_dict()
+    own = {name: each.clone() for name, each in run.model.state_dict().items()}
+    with average.applied():
+        averaged = run.model.state_dict()
+        adapters = [name for name in own if "lora" in name]
+        assert adapters
+        assert all(torch.equal(loaded[name], averaged[name]) for name in adapters)
+    assert not all(torch.equal(loaded[name], own[name]) for name in adapters)
 
 
 def test_weights_are_loaded_for_inference_into_a_model_with_the_same_base(tmp_path: Path) -> None:

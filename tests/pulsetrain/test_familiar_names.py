@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,10 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError
 from pulsetrain.familiar_names import OF_CONFIG, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
+
+DOCS = Path(__file__).parents[2] / "docs"
+PARAMETERS = set(inspect.signature(Trainer).parameters)
+SETTINGS = set(inspect.signature(TrainingConfig).parameters)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +27,8 @@ from pulsetrain.testing import tiny_loader, tiny_model
         ("max_epochs", "pass config=TrainingConfig(max_epochs=...)"),
         ("loss", "pass strategy=SupervisedStrategy('mse')"),
         ("device", "pass config=TrainingConfig(device=...)"),
+        ("devices", "start processes with torchrun or `pulsetrain train --launch.nproc N`"),
+        ("save_steps", "use the handler Checkpointer(folder, every=..., keep_last=...)"),
         ("val_dataloaders", "pass val_loader=..."),
         ("val_loadr", "did you mean 'val_loader'?"),
     ],
@@ -71,20 +80,44 @@ def test_another_missing_attribute_has_pythons_own_message():
     ("kind", "names"), [(Trainer, OF_TRAINER), (TrainingConfig, OF_CONFIG)], ids=["trainer", "config"]
 )
 def test_each_remedy_names_what_exists(kind: type, names: dict[str, str]):
-    import inspect
-    import re
-
-    own = set(inspect.signature(kind).parameters)
-    settings = set(inspect.signature(TrainingConfig).parameters)
     for name, remedy in names.items():
-        inner = re.search(r"TrainingConfig\((.*?)\)$", remedy)
-        for keyword in re.findall(r"\b(\w+)=", remedy if inner is None else inner[1]):
-            assert keyword in (settings if inner is not None or kind is TrainingConfig else own) | {"epochs"}, (
-                name,
-                remedy,
-            )
+        without_inner_calls = re.sub(r"(?!TrainingConfig)\b\w+\([^()]*\)", "", remedy)
+        inner = re.search(r"TrainingConfig\((.*?)\)$", without_inner_calls)
+        of_trainer = inner is None and kind is Trainer
+        for keyword in re.findall(r"\b(\w+)=", without_inner_calls if inner is None else inner[1]):
+            assert keyword in (PARAMETERS if of_trainer else SETTINGS), (name, remedy)
 
 
-def test_a_name_of_an_optimizer_is_answered_with_its_spelling():
-    with pytest.raises(ConfigurationError, match="did you mean 'adamw'"):
-        Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(optimizer="AdamW"))
+def names_in(page: str, header: str) -> set[str]:
+    """The keywords in the first column of a table of docs/coming_from_PAGE.md."""
+    table = (DOCS / f"coming_from_{page}.md").read_text().partition(f"\n| {header} |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")]
+    named = {name for cell in cells if cell.startswith("`") for name in re.findall(r"`([a-z]\w+)(?:=[^`]*)?`", cell)}
+    return named | {name for cell in cells for name in re.findall(r"[(, ](\w+)=", cell)}
+
+
+OF_LIGHTNING = names_in("lightning", "Lightning's Trainer")
+OF_TRANSFORMERS = names_in("transformers", "`TrainingArguments`")
+OF_KERAS = names_in("keras", "Keras")
+
+
+def test_the_tables_of_other_frameworks_have_keywords():
+    assert {"max_steps", "devices", "callbacks", "ckpt_path"} <= OF_LIGHTNING
+    assert {"output_dir", "save_strategy", "report_to", "adam_beta1"} <= OF_TRANSFORMERS
+    assert {"epochs", "batch_size", "validation_data", "verbose"} <= OF_KERAS
+
+
+@pytest.mark.parametrize("name", sorted(OF_LIGHTNING | OF_TRANSFORMERS | OF_KERAS))
+def test_the_trainer_knows_each_keyword_in_the_tables_of_other_frameworks(name: str):
+    assert name in PARAMETERS | OF_TRAINER.keys()
+
+
+@pytest.mark.parametrize("name", sorted(OF_LIGHTNING | OF_TRANSFORMERS))
+def test_the_configuration_knows_each_keyword_in_the_tables_of_other_frameworks(name: str):
+    assert name in SETTINGS | PARAMETERS | OF_CONFIG.keys()
+
+
+@pytest.mark.parametrize("arguments", [{"optimizer": "AdamW"}, {"config": TrainingConfig(optimizer="AdamW")}])
+def test_a_name_of_an_optimizer_is_answered_with_its_spelling(arguments: dict[str, Any]):
+    with pytest.raises(ConfigurationError, match=r"\(optimizer='AdamW'\): unknown; .*; did you mean 'adamw'\?$"):
+        Trainer(tiny_model(), tiny_loader(), **arguments)

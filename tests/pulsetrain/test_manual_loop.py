@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from pulsetrain import Loop, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EventRecorder
+from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EventRecorder, NaNGuard
 from tests.support.models import loader, regression_model
 
 
@@ -153,3 +154,95 @@ def test_parameters_that_a_second_optimizer_of_the_body_trains_are_not_named_as_
                 optimizer.zero_grad()
     assert not torch.equal(model[0].weight, before)
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == []
+
+
+OPTIMIZERS = {
+    "adamw": lambda each: torch.optim.AdamW(each, lr=0.1, weight_decay=0.5),
+    "fused adamw": lambda each: torch.optim.AdamW(each, lr=0.1, weight_decay=0.5, fused=True),
+    "sgd": lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=0.5),
+    "adafactor": lambda each: torch.optim.Adafactor(each, lr=0.1, weight_decay=0.5),
+}
+
+
+def step_on(loop: Loop, inputs: torch.Tensor) -> None:
+    loop.output = loss = loop.model(inputs).square().mean()
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_guarded_update_that_is_not_finite_changes_neither_the_weights_nor_the_optimizer(name: str):
+    model, guard = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)), NaNGuard()
+    ones, bad = torch.rand(4, 2), torch.full((4, 2), torch.nan)
+    loop = Loop(
+        model,
+        [ones, bad, ones],
+        optimizer=OPTIMIZERS[name](model.parameters()),
+        handlers=[guard],
+        config=TrainingConfig(max_epochs=1, seed=0),
+    )
+    states = []
+    for inputs in loop.batches():
+        step_on(loop, inputs)
+        states.append(copy.deepcopy((model[0].state_dict(), model[2].state_dict(), loop.optimizer.state_dict())))
+        states[-1] += (model[1].running_mean.clone(), model[1].running_var.clone())
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert not torch.equal(states[2][0]["weight"], states[1][0]["weight"])
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert (guard.skipped, loop.state.update) == (1, 3)
+
+
+def test_a_handler_of_the_users_skips_an_update_of_the_body():
+    model = nn.Linear(2, 1)
+    loop = Loop(model, [torch.ones(4, 2)] * 4, optimizer="sgd", config=TrainingConfig(max_epochs=1, seed=0))
+    loop.add_event_handler(Events.GRADIENTS_READY(once=2), lambda: loop.skip_update(torch.tensor(True)))
+    loop.add_event_handler(Events.GRADIENTS_READY(once=3), lambda: loop.skip_update(torch.tensor(False)))
+    changed, before = [], model.weight.clone()
+    for inputs in loop.batches():
+        step_on(loop, inputs)
+        changed.append(not torch.equal(model.weight, before))
+        before = model.weight.clone()
+    assert changed == [True, False, True, True]
+
+
+def test_skipping_a_step_with_a_closure_is_refused():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    loop = Loop(model, [torch.ones(4, 2)] * 2, optimizer=optimizer, config=TrainingConfig(max_epochs=1, seed=0))
+    loop.add_event_handler(Events.GRADIENTS_READY, lambda: loop.skip_update(torch.tensor(True)))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(loop.state.batch).square().mean()
+        loss.backward()
+        return loss
+
+    next(batches := loop.batches())
+    with pytest.raises(ConfigurationError, match=r"Loop\.skip_update\(optimizer=LBFGS\): cannot skip a step with a"):
+        loop.optimizer.step(closure)
+    batches.close()
+
+
+def test_a_rewind_continues_after_the_checkpoint_and_leaves_the_batches_out(tmp_path: Path):
+    def make_run(folder: Path, data: list[torch.Tensor], **config: Any) -> Loop:
+        torch.manual_seed(0)
+        handlers = [
+            Checkpointer(folder, every=Every(iterations=1), keep_last=20),
+            EventRecorder(folder),
+            NaNGuard("rewind", every=Every(iterations=2)),
+        ]
+        settings = TrainingConfig(max_epochs=2, seed=0, **config)
+        return Loop(nn.Linear(2, 1), data, optimizer="adamw", handlers=handlers, config=settings)
+
+    data = [torch.full((4, 2), float(number)) for number in range(1, 7)]
+    bad = [*data[:3], torch.full((4, 2), torch.nan), *data[4:]]
+    whole = make_run(tmp_path / "whole", data, skip_batches=[(4, 4), (10, 10)])
+    rewound = make_run(tmp_path / "rewound", bad)
+    for loop in (whole, rewound):
+        for inputs in loop.batches():
+            step_on(loop, inputs)
+    assert (whole.rewinds, rewound.rewinds) == (0, 2)
+    assert (rewound.state.epoch, rewound.state.iteration) == (2, 12)
+    assert torch.equal(whole.model.weight, rewound.model.weight)
+    assert list(make_run(tmp_path / "rewound", bad).batches("latest")) == []  # the run has released its folder

@@ -189,7 +189,7 @@ def test_of_a_chain_of_errors_the_first_and_the_last_are_shown(outputs: dict[str
 def test_a_checkpoint_that_does_not_exist_is_as_short(outputs: dict[str, list[Any]]) -> None:
     lines = traceback_of(outputs["loads what does not exist"])
     assert len(lines) < 15
-    assert lines[-1].startswith("CheckpointError: lates: no checkpoint there")
+    assert lines[-1].startswith("CheckpointError: lates: does not exist")
 
 
 def test_an_error_in_a_worker_is_shown_without_the_calls_of_its_libraries(outputs: dict[str, list[Any]]) -> None:

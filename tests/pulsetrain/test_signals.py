@@ -238,6 +238,31 @@ class TestOnceMore:
                 send("SIGTERM")
         assert ended.value.code == watch.status == 143
 
+    def test_a_sigterm_some_time_after_an_interrupt_ends_the_run_at_once(self):
+        now = [100.0]
+        with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
+            send("SIGINT")
+            now[0] += 1.9
+            send("SIGTERM")  # of a launcher that was interrupted, too
+            assert watch.status == 0
+            now[0] += 0.1
+            with pytest.raises(SystemExit):
+                send("SIGTERM")
+        assert watch.status == 143
+
+    @pytest.mark.parametrize(
+        ("first", "said"),
+        [
+            ("SIGINT", "Ctrl-C stops at once, and so does SIGTERM after 2 s"),
+            ("SIGTERM", "Ctrl-C stops at once, and so does SIGTERM after 2 s"),
+            ("SIGUSR1", "Ctrl-C stops at once, and so does a second SIGTERM"),
+        ],
+    )
+    def test_the_message_says_which_signals_do(self, first: str, said: str, capfd: pytest.CaptureFixture[str]):
+        with SignalWatch(trainer({"max_epochs": 1})):
+            send(first)
+        assert f"{first}: stopping at the next safe point; {said}\n" in capfd.readouterr().err
+
     def test_a_sigterm_after_its_warning_signal_counts_as_the_first(self):
         now = [100.0]
         with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
@@ -246,6 +271,9 @@ class TestOnceMore:
             send("SIGTERM")
             send("SIGUSR1")
             assert watch.received == signal.SIGUSR1
+            now[0] += 2
+            with pytest.raises(SystemExit):
+                send("SIGTERM")
 
     def test_in_the_middle_of_a_step_the_run_raises_it(self):
         now = [0.0]
@@ -279,15 +307,21 @@ class TestWithoutAWatch:
         return run
 
     @pytest.mark.parametrize(
-        ("at", "count", "left"),
-        [(Events.ITERATION_COMPLETED, 14, 14), (Events.ITERATION_STARTED, 14, 14), (Events.EPOCH_STARTED, 2, 10)],
+        ("at", "count", "left", "trained"),
+        [
+            (Events.ITERATION_COMPLETED, 14, 14, 14),
+            (Events.ITERATION_STARTED, 14, 14, 13),
+            (Events.EPOCH_STARTED, 2, 10, 10),
+        ],
     )
-    def test_it_leaves_the_last_checkpoint_and_raises(self, at: Events, count: int, left: int, tmp_path: Path):
+    def test_it_leaves_the_last_checkpoint_and_raises(
+        self, at: Events, count: int, left: int, trained: int, tmp_path: Path
+    ):
         run = self.run(tmp_path, at, count)
         with pytest.raises(KeyboardInterrupt):
             run.train()
         assert (run.state.iteration, run.state.stop_reason) == (left, "SIGINT was received")
-        assert [step_of(path) for path in CheckpointManager(tmp_path / "checkpoints").valid()] == [left]
+        assert [step_of(path) for path in CheckpointManager(tmp_path / "checkpoints").valid()] == [trained]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
         again = trainer({"max_epochs": 3}, handlers=[Checkpointer(tmp_path)])

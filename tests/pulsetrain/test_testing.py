@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from pulsetrain import EarlyStopping, Events, Trainer, TrainingConfig
+from pulsetrain import (
+    BestModel,
+    CSVLogger,
+    EarlyStopping,
+    Events,
+    Plots,
+    TimeLimit,
+    Trainer,
+    TrainingConfig,
+)
 from pulsetrain.engine import Engine, EventEnum, SupervisedStrategy
 from pulsetrain.testing import (
     RecordedEvents,
@@ -50,6 +59,51 @@ class TestResumesExactly:
 
         with pytest.raises(AssertionError, match="differs from one without a break"):
             assert_resumes_exactly(build_counting, tmp_path, at=3)
+
+    def test_of_a_run_with_handlers_that_measure_time_and_write_files(self, tmp_path: Path):
+        folders = iter(("first", "second", "second"))
+
+        def build_logging(handlers: list[Any]) -> Trainer:
+            folder = tmp_path / next(folders)
+            own = [TimeLimit("1h"), CSVLogger(folder), Plots(folder, formats=("svg",)), BestModel(), EarlyStopping()]
+            return build([*handlers, *own], accumulate=3)
+
+        assert_resumes_exactly(build_logging, tmp_path, at=3)
+
+    def test_not_of_a_handler_that_does_not_restore_its_state(self, tmp_path: Path):
+        class Counting:
+            def __init__(self) -> None:
+                self.calls = 0
+
+            def attach(self, engine: Engine) -> None:
+                engine.add_event_handler(Events.ITERATION_COMPLETED, self.count)
+
+            def count(self) -> None:
+                self.calls += 1
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"calls": self.calls}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                pass
+
+        with pytest.raises(AssertionError, match=r"these parts of their states differ: handlers\.Counting\.calls"):
+            assert_resumes_exactly(lambda handlers: build([*handlers, Counting()]), tmp_path)
+
+    def test_not_of_a_recording_that_has_lost_events(self, tmp_path: Path):
+        def build_losing(handlers: list[Any]) -> Trainer:
+            trainer = build(handlers)
+
+            def lose() -> None:
+                recorder = handlers[-1]
+                log = recorder._log.writer
+                log.lose(seq=log.last_seq, ord=log.next_ord, reason="the disk was full", t=0)
+
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lose)
+            return trainer
+
+        with pytest.raises(AssertionError, match="were not compared, or are damaged"):
+            assert_resumes_exactly(build_losing, tmp_path)
 
     @pytest.mark.parametrize("at", [0, 8, 100])
     def test_an_iteration_that_the_run_does_not_pass_is_refused(self, tmp_path: Path, at: int):

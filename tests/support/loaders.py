@@ -88,6 +88,15 @@ class Chunked:
                 yield INPUTS[chunk], TARGETS[chunk]
 
 
+class Late:
+    """Draws an order for the last of its 20 batches, and nothing before that."""
+
+    def __iter__(self) -> Iterator[Pair]:
+        yield from zip(INPUTS[:24].split(2), TARGETS[:24].split(2), strict=True)
+        for rows in (24 + torch.randperm(16)).split(2):
+            yield INPUTS[rows], TARGETS[rows]
+
+
 class Stateful:
     """Saves its position and its order; a sample's noise is not part of its state."""
 
@@ -133,12 +142,16 @@ def stream(workers: int = 0, **options: Any) -> Any:
     return DataLoader(Stream(), batch_size=BATCH_SIZE, num_workers=workers, **options)
 
 
-def torchdata_loader(workers: int = 0, **options: Any) -> Any:
+def torchdata_loader(workers: int = 0, dataset: Any = None, **options: Any) -> Any:
     module = pytest.importorskip("torchdata.stateful_dataloader")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its constructor uses what torch has deprecated
         return module.StatefulDataLoader(
-            pairs(ROWS), batch_size=BATCH_SIZE, shuffle=True, num_workers=workers, **options
+            dataset or pairs(ROWS),
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            num_workers=workers,
+            **{"generator": torch.Generator().manual_seed(3), **options},
         )
 
 
@@ -176,9 +189,12 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stream, 2 persistent workers": lambda: stream(2, persistent_workers=True),
     "generating": Generating,
     "draws now and then": Chunked,
+    "draws late": Late,
     "state of its own": Stateful,
     "torchdata's": torchdata_loader,
     "torchdata's, 2 workers": lambda: torchdata_loader(2),
+    "torchdata's, draws": lambda: torchdata_loader(0, Augmented()),
+    "torchdata's, draws, 2 workers": lambda: torchdata_loader(2, Augmented()),
     "list": list_of_batches,
 }
 

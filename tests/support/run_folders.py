@@ -9,6 +9,7 @@ import msgspec
 import yaml
 
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
 
 SECOND = 1_000_000_000
 BEGUN = 1_790_000_000 * SECOND  # nanoseconds since 1970
@@ -47,7 +48,8 @@ def write_run(
                     engine="trainer", event="iteration_completed", epoch=epoch, iteration=iteration, output=output
                 )
             )
-        payload = {"metrics": {"val/loss": loss, "val/accuracy": 1 - loss, "val/other": 0.5}, "seconds": 1.0}
+        metrics = {"val/loss": finite_or_text(loss), "val/accuracy": finite_or_text(1 - loss), "val/other": 0.5}
+        payload = {"metrics": metrics, "seconds": 1.0}
         at = {"epoch": epoch, "iteration": epoch * iterations}
         events.append(LoggedEvent(engine="trainer", event="validation_completed", payload=payload, **at))
     place = {"epoch": events[-1].epoch, "iteration": events[-1].iteration}

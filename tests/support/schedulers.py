@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 # By the name of a schedule: its parameters that have no default and do not follow from the length of the run.
-NEEDED = {"step": {"step_size": 3}, "multi_step": {"milestones": (3, 6)}, "exponential": {"gamma": 0.99}}
+NEEDED = {"step": {"step_size": 3}, "multi_step": {"milestones": (5, 8)}, "exponential": {"gamma": 0.99}}
 
 
 def optimizer_at(*rates: float, default: float | torch.Tensor | None = None) -> torch.optim.Optimizer:

@@ -8,7 +8,6 @@ The CRC covers the header; the header holds the CRC of the zstd frame. `zstd -dc
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import struct
 import zlib
@@ -106,6 +105,8 @@ def seal(
         seq: first and last, removed events included; by default those of `events`.
         run: id of the run.
     """
+    import hashlib  # here: readers do without it
+
     data = b"\n".join(lines) + b"\n"
     frame = bytes(_compressor().compress(data))
     ords = [event.ord for event in events if event.ord >= 0]

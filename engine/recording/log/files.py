@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["NamedPath", "log_files", "open_file"]
+__all__ = ["NamedPath", "log_files", "open_descriptor", "open_file", "read_file"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,42 @@ def open_file(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is not a file.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(path))
-    return file
+    return os.fdopen(open_descriptor(path)[0], "rb")
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file, in half the time that `open_file` takes with it.
+
+    Raises:
+        OSError: it cannot be read, or is not a file.
+    """
+    descriptor, size = open_descriptor(path)
+    try:
+        return read_descriptor(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def read_descriptor(descriptor: int, size: int) -> bytes:
+    """What follows in an open file, about so many bytes."""
+    content = os.read(descriptor, size + 1)
+    while more := os.read(descriptor, 1 << 20):
+        content += more
+    return content
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """A descriptor that reads a file, which the caller closes, and the file's size. See `open_file`.
+
+    Raises:
+        OSError: it cannot be opened, or is not a file.
+    """
+    name = os.fspath(path)
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", name)
+    return descriptor, status.st_size

@@ -83,12 +83,15 @@ class EventLog:
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
         folder, label = Path(path), Path(str(path))
-        if not log_files(folder, rank)[0].exists() and (folder / "events").is_dir():
+        self._sealed, self._tail = log_files(folder, rank)
+        is_sealed = self._sealed.exists()
+        if not is_sealed and (folder / "events").is_dir():
             folder, label = folder / "events", label / "events"
+            self._sealed, self._tail = log_files(folder, rank)
+            is_sealed = self._sealed.exists()
         self.folder, self._rank = folder, rank
         self.label = label  # what messages call the folder
-        self._sealed, self._tail = log_files(folder, rank)
-        if not self._sealed.exists() and not self._tail.exists():
+        if not is_sealed and not self._tail.exists():
             if not Path(path).exists():
                 raise RecordingError(f"{path}: does not exist; `pulsetrain runs` lists the runs below a folder")
             there = ", ".join(map(str, _ranks_in(folder)))
@@ -113,7 +116,7 @@ class EventLog:
     def _open(self) -> None:
         # the tail first: events sealed meanwhile are then in both files, never in neither
         tail = mapped(self._tail)
-        lines = [line for line in written(bytes(tail)).split(b"\n") if line]
+        lines = [line for line in written(bytes(tail)).lstrip(b"\n").split(b"\n") if line]
         self._data = mapped(self._sealed)
         found = recovered(lines)
         head = found.head
@@ -329,12 +332,15 @@ class EventLog:
 
 def logged_ranks(path: str | os.PathLike[str]) -> list[int]:
     """The ranks that have a log in a run folder, or in its folder `events`; rank 0 if none has."""
-    folder = Path(path)
-    return _ranks_in(folder / "events" if (folder / "events").is_dir() else folder) or [0]
+    inside = Path(path, "events")
+    return _ranks_in(inside if inside.is_dir() else path) or [0]
 
 
-def _ranks_in(folder: Path) -> list[int]:
-    files = os.listdir(folder) if folder.is_dir() else ()
+def _ranks_in(folder: str | os.PathLike[str]) -> list[int]:
+    try:
+        files = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     return sorted({int(match[1] or match[2] or 0) for file in files if (match := _LOG_FILE.fullmatch(file))})
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from pulsetrain.engine.metric_words import Mode
-from pulsetrain.engine.recording.log.files import open_file
+from pulsetrain.engine.recording.log.files import read_file
 from pulsetrain.engine.recording.log.records import Json
 
 __all__ = ["RUN_FILE", "RUN_FORMAT", "id_of_run", "modes_of", "newer_format", "read_run_file"]
@@ -20,8 +21,7 @@ RUN_FORMAT = 1
 def read_run_file(folder: Path) -> dict[str, Json]:
     """The content of run.json; empty if the file is missing or is not a JSON object."""
     try:
-        with open_file(folder / RUN_FILE) as file:
-            found = msgspec.json.decode(file.read())
+        found = msgspec.json.decode(read_file(os.path.join(folder, RUN_FILE)))
     except (OSError, ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deep
         return {}
     return found if isinstance(found, dict) else {}

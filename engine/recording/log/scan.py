@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import BLOCK_MAGIC, Data, Header, find_next, parse
-from pulsetrain.engine.recording.log.files import open_file
+from pulsetrain.engine.recording.log.files import open_descriptor, read_descriptor
 from pulsetrain.engine.recording.log.index import TABLE_MAGIC, Index
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode, encode
 from pulsetrain.engine.recording.log.tail import unchecked
@@ -33,6 +34,7 @@ __all__ = [
 
 FORMAT = 2
 HEAD = "log_tail"  # the event of a tail's first line
+_SMALL = 1 << 17  # bytes up to which a file is read in less time than it is mapped
 
 
 @dataclass(frozen=True)
@@ -101,18 +103,21 @@ class Recovered:
 
 
 def mapped(path: Path) -> Data:
-    """The file's bytes, read on access; empty if the file is missing.
+    """The file's bytes, read on access unless there are few; empty if the file is missing.
 
     Raises:
         RecordingError: it cannot be read, for example because it is a folder.
     """
     try:
-        with open_file(path) as file:
-            try:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except OSError:  # a file system whose files cannot be mapped
-                return file.read()
-    except (FileNotFoundError, ValueError):  # ValueError: the file is empty
+        descriptor, size = open_descriptor(path)
+        try:
+            if size > _SMALL:
+                with suppress(OSError):  # a file system whose files cannot be mapped
+                    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            return read_descriptor(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
         return b""
     except OSError as error:
         rule = (

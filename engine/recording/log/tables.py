@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,8 @@ def to_arrow(events: Iterable[LoggedEvent]) -> pyarrow.Table:
     Raises:
         ConfigurationError: pyarrow is not installed.
     """
+    from json import dumps
+
     pyarrow: Any = load_optional("to_arrow()", "pyarrow", "arrow")
     arrays = {}
     for name, values in columns(events).items():
@@ -51,7 +52,7 @@ def to_arrow(events: Iterable[LoggedEvent]) -> pyarrow.Table:
         try:
             arrays[name] = pyarrow.array(values)
         except (pyarrow.ArrowException, OverflowError):
-            arrays[name] = pyarrow.array([None if value is None else json.dumps(value) for value in values])
+            arrays[name] = pyarrow.array([None if value is None else dumps(value) for value in values])
     return pyarrow.table(arrays)
 
 

@@ -87,7 +87,7 @@ class Tail:
 
     def lines(self) -> list[bytes]:
         """The lines of the file, without the empty ones."""
-        return [line for line in self._map[: self.end].split(b"\n") if line]
+        return [line for line in self._map[: self.end].lstrip(b"\n").split(b"\n") if line]
 
     def append(self, line: bytes) -> None:
         """Append a line, a JSON object without a newline, with its checksum.
@@ -115,11 +115,8 @@ class Tail:
         """
         content, before = b"".join([_checked(line) for line in lines]), self.end
         start, end = 0, len(content)
-        if end > before // 2:  # old and new could overlap: keep the old ones for now
+        if end > before // 2:  # old and new could overlap: keep the old ones for now; `end` stays below 3 copies
             start, end = before, before + end
-            if end > 128 * CHUNK:  # bounds the size of the file
-                self._blank(0, before)
-                start, end = 0, len(content)
             if end > self._size:
                 self._grow(2 * end)
         self._map[start:end] = content
@@ -193,5 +190,6 @@ def written(content: bytes) -> bytes:
     b'{"seq":1,"c":5}\n{"se'
     """
     end = content.rfind(b"}") + 1
-    rest = content[end:]
-    return content[:end] if rest == b"\n" * len(rest) else content.rstrip(b"\n\0")  # which takes much longer
+    with memoryview(content) as view:
+        is_blank = all(_BLANK.startswith(view[at : at + CHUNK]) for at in range(end, len(content), CHUNK))
+    return content[:end] if is_blank else content.rstrip(b"\n\0")  # which takes much longer

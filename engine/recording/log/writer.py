@@ -182,10 +182,13 @@ class LogWriter:
             ord: of the next deterministic event.
             reason: what is lost, and how that is known.
             t: time of the record, nanoseconds since 1970.
+
+        Raises:
+            OSError: as `rewind`.
         """
         payload = {"reason": reason, "after": self.last_seq, "up_to": seq, "ord": [self.next_ord, ord - 1]}
-        self.add(LoggedEvent(event=LOST, payload=payload, seq=seq + 1, t=t))
         self.next_ord = ord
+        self.add(LoggedEvent(event=LOST, payload=payload, seq=seq + 1, t=t))
 
     @property
     def seams(self) -> list[tuple[int, int, int]]:
@@ -199,13 +202,21 @@ class LogWriter:
         Args:
             seams: that were in the log once.
             t: time of the records, nanoseconds since 1970.
+
+        Raises:
+            OSError: as `rewind`.
         """
-        there = set(self.seams)
+        there, failed = set(self.seams), None
         for seq, after, ord in seams:
             if (seq, after, ord) not in there:
                 payload = {"after": after, "ord": ord, "seq": seq}
-                self.add(LoggedEvent(event=SEAM, payload=payload, seq=self.last_seq + 1, t=t))
                 self.next_ord = min(self.next_ord, ord)
+                try:
+                    self.add(LoggedEvent(event=SEAM, payload=payload, seq=self.last_seq + 1, t=t))
+                except OSError as error:  # the record waits in memory, and so do the others
+                    failed = error
+        if failed is not None:
+            raise failed
 
     def begin_at(self, ord: int) -> None:
         """Give the next deterministic event of an empty log this `ord`: the run began in another log."""
@@ -323,11 +334,16 @@ class LogWriter:
             ord: ord of the next deterministic event.
             seq: seq of the record that marks the seam.
             t: time of that record, nanoseconds since 1970.
+
+        Raises:
+            OSError: the disk is full; the record is kept in memory, and the next event gets this `ord` all the same.
         """
-        self.seal()
-        self.add(LoggedEvent(event=SEAM, payload={"after": after, "ord": ord}, seq=seq, t=t))
-        self.next_ord = ord
-        self._bound_block(ord)
+        try:
+            self.seal()
+        finally:  # on a full disk, too: the record waits in memory with what could not be sealed
+            self.next_ord = ord
+            self._bound_block(ord)
+            self.add(LoggedEvent(event=SEAM, payload={"after": after, "ord": ord}, seq=seq, t=t))
 
     def seal(self) -> None:
         """Seal all events; those still open are sealed incomplete.

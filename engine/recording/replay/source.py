@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import msgspec
 
+from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode
 
@@ -17,6 +18,7 @@ __all__ = ["Ahead", "Past", "Source"]
 MOST_TYPES = 6  # searched for one by one; for more, the whole block is decoded
 KEPT = 2  # blocks
 
+_SAVED = Events.CHECKPOINT_SAVED.value
 _by_seq = attrgetter("seq")
 
 
@@ -27,6 +29,7 @@ class Source:
         self._log = log
         self._headers = log.headers
         self._superseded = log.superseded
+        self._resumed_from = frozenset(_resumed_from(log))
         self._tail = self._valid(log.tail)
         self._kept: dict[int, list[LoggedEvent]] = {}
         if self._tail:
@@ -110,11 +113,34 @@ class Source:
         if not self._superseded or not events:
             return events
         near = [(after, seam) for after, seam in self._superseded if after < events[-1].seq and events[0].seq < seam]
-        return [e for e in events if not any(after < e.seq < seam for after, seam in near)] if near else events
+        if not near:
+            return events
+        return [
+            e for e in events if e.seq in self._resumed_from or not any(after < e.seq < seam for after, seam in near)
+        ]
 
     def _touches_superseded(self, index: int) -> bool:
         first, last = self.span(index)
         return any(after < last and first < seam for after, seam in self._superseded)
+
+
+def _resumed_from(log: EventLog) -> Iterator[int]:
+    """The seqs of the CHECKPOINT_SAVED of the checkpoints that the run has resumed from.
+
+    A run returns to the place of the checkpoint, which comes before that event; but it counts it as saved.
+    """
+    for after, seam in log.superseded:
+        saved = next(log.read(event=_SAVED, seq=(after + 1, seam - 1)), None) if after >= 0 else None
+        if saved is None:
+            continue
+        resumed = next(log.read(engine=saved.engine, seq=(seam + 1, None)), None)
+        # else a run that begins again, or a checkpoint whose event is not in the log
+        if (
+            resumed is not None
+            and isinstance(saved.payload, dict)
+            and saved.payload.get("iteration") == resumed.iteration
+        ):
+            yield saved.seq
 
 
 def _lines_of(data: bytes, types: Collection[str]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pulsetrain.cli.commands.averages_option import add_averages
 from pulsetrain.cli.commands.rank_option import add_rank
 
 __all__ = ["ENDINGS", "OF_MODELS", "add_arguments"]
@@ -25,8 +26,9 @@ or the model of a checkpoint, of the run's latest one where RUN is a run folder:
   torch_export a program for torch.export.load(), which needs neither the model's code nor
                the run; traced with the first batch of the training data
   onnx         the same for runtimes of ONNX; pip install 'pulsetrain[onnx]'
-For the last two, and for adapters, the model is made from the run's config.yaml. The
-run's folder is only read.
+The weights are those that the run validated with: where EMA or SWA averaged them, the
+averages. For the last two formats, and for adapters, the model is made from the run's
+config.yaml. The run's folder is only read.
 """
 EPILOG = """\
 examples:
@@ -50,4 +52,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a file, or a folder for tensorboard; by default in this folder, named after the run or checkpoint",
     )
+    add_averages(parser)
     parser.add_argument("--force", action="store_true", help="overwrite existing files")

@@ -13,7 +13,7 @@ List the runs below a folder: how far each is or how it ended, its best metrics,
 settings in which the runs differ, tags, and the run that it was forked from.
 
 A run is running, completed, stopped (before its bound), failed (by an exception),
-killed (its process is not there any more), or stalled (no event for much longer than
+killed (its process no longer exists), or stalled (no event for much longer than
 between its other ones).
 
 A condition consists of name, status, reason, epoch, iteration, progress, last, best,

@@ -15,8 +15,8 @@ SYNOPSIS = (
     "       pulsetrain submit --to local --status | --cancel JOB"
 )
 DESCRIPTION = """\
-Submit the training of a configuration as a job, or a sweep as an array of jobs that share
-out its trials. A job that is interrupted, preempted or killed runs again, and resumes from
+Submit the training of a configuration as a job, or a sweep as an array of jobs that divide
+its trials. A job that is interrupted, preempted or killed runs again, and resumes from
 its newest checkpoint. --print shows what would be submitted, and submits nothing.
 
 --to local is a queue on this machine: jobs start in order, each when as many devices are
@@ -32,7 +32,7 @@ examples:
   pulsetrain submit config.yaml --to kubernetes --run runs/a --image team/train:1 --claim data:/data
 
 exit status: 0 submitted; 1 with --wait: a job failed; 2 wrong input, or no such scheduler;
-130 Ctrl-C during --wait, which the jobs outlive
+130 Ctrl-C during --wait; the jobs continue
 """
 
 
@@ -53,10 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", dest="show", help="print what would be submitted")
     parser.add_argument("--name", metavar="NAME", help="the job's name; by default that of the folder")
     parser.add_argument("--workers", metavar="N", type=int, help="of a sweep: jobs; by default the file's workers")
-    parser.add_argument("--restarts", metavar="N", type=int, default=10, help="the most interruptions of a job")
+    parser.add_argument(
+        "--restarts", metavar="N", type=int, default=10, help="the maximum number of interruptions of a job"
+    )
     local = parser.add_argument_group("--to local")
     local.add_argument(
-        "--devices", metavar="N", type=int, help="GPUs, or slots without GPUs, that the queue shares out"
+        "--devices", metavar="N", type=int, help="GPUs, or slots without GPUs, that the queue divides among its jobs"
     )
     local.add_argument("--status", action="store_true", help="print the queue; restarts it where it was killed")
     local.add_argument("--cancel", metavar="JOB", type=int, help="stop a job, with a checkpoint, or take it out")

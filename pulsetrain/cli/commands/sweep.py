@@ -17,6 +17,7 @@ takes, and sweep.html into the sweep's folder.
 """
 EPILOG = """\
 examples:
+  pulsetrain examples sweep_digits         (copies examples/sweep.yaml)
   pulsetrain sweep examples/sweep.yaml
   pulsetrain sweep examples/sweep.yaml --trials 32 --workers 4
   pulsetrain sweep sweeps/digits --status
@@ -33,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", metavar="N", type=int, help="the number of trials, instead of the file's")
     parser.add_argument("--workers", metavar="N", type=int, help="trials at a time, instead of the file's")
     parser.add_argument(
-        "--worker", metavar="NAME", help="share out the trials with other processes, each with a name of its own"
+        "--worker", metavar="NAME", help="divide the trials among several processes, each with a name of its own"
     )
     parser.add_argument("--status", action="store_true", help="print the table of a sweep, also while it runs")
     parser.add_argument(
         "--train",
         action="store_true",
-        help="train also where recorded runs could answer: see `replay` in docs/sweep.md",
+        help="train every trial, although `replay:` in the file names recorded runs that could answer",
     )

@@ -10,7 +10,8 @@ __all__ = ["add_arguments"]
 HELP = "give runs tags, or take them away"
 DESCRIPTION = """\
 Add tags to runs, and remove tags from them. `pulsetrain runs` shows them and selects by
-them. They are in a file of their own in the run folder; no other command reads it.
+them, `serve` shows them, and `archive` keeps them. They are in the file tags.json of the
+run folder; the run's other files do not change.
 """
 EPILOG = """\
 examples:

@@ -25,13 +25,14 @@ Settings of the file can be overridden, by their dotted name, with a value in YA
   --training.validate_every '{{updates: 20}}'        (replaces the mapping)
   --training.validate_every.updates 20             (changes one key of it)
 
---launch.nproc N trains in N processes on this machine, which share out each batch. If one
+--launch.nproc N trains in N processes on this machine, which divide each batch. If one
 is killed, they start again from the newest checkpoint: as many as before or, if they fail
 again before the next one, fewer, but at least --launch.min_nproc (by default N).
 
 Ctrl-C, SIGTERM and SIGUSR1 (in a Slurm job SIGUSR2, too) stop the run at the next safe
-point with a checkpoint, and print the command that resumes it. A second Ctrl-C or SIGTERM
-stops it immediately.
+point with a checkpoint, and print the command that resumes it. Ctrl-C after any of these
+stops it immediately, and so does SIGTERM 2 seconds or more after the first Ctrl-C or
+SIGTERM.
 """
 EPILOG = """\
 examples:

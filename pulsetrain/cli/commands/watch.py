@@ -12,8 +12,8 @@ HELP = "show runs in the terminal while they train"
 DESCRIPTION = """\
 Show a run in the terminal while it trains: progress and time left, curves, the speed and
 memory of each process and which of them the others wait for, checkpoints, anomalies, and
-the newest events. Several runs are drawn in one picture. The runs are only read, and one
-that has not begun is waited for.
+the newest events. Several runs are drawn in one picture. The runs are only read; a run
+that has not begun yet is waited for.
 
 keys: space pauses, c compares runs or shows one, n shows the next run, l changes the
 scale, / filters the events, tab and the arrow keys scroll, q quits.
@@ -35,4 +35,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder or its archive")
     parser.add_argument("--where", metavar="CONDITION", help="list only events for which this is true")
-    parser.add_argument("--once", action="store_true", help="print the state of the runs as text, and leave")
+    parser.add_argument("--once", action="store_true", help="print the state of the runs as text, and exit")

@@ -1,6 +1,6 @@
 // Charts of all curves of the selected runs. A zoom of one zooms all, and fetches the points of the part.
 
-import { query, colorOf, ask, failure, make, message, number, soon, spelled } from "/dom.js";
+import { query, colorOf, ask, failure, make, message, number, soon, spelled, whenChanged } from "/dom.js";
 import { lineChart } from "/chart.js";
 
 const SHOWN = 12; // charts at first
@@ -147,14 +147,9 @@ export function curves(view, page) {
   }
 
   const now = () => select(runs).catch((error) => { failed.textContent = error.message; });
-  const again = soon(now, 100);
-  let newest = 0;
   return {
     select,
-    update(changed) {
-      if (!runs.some((run) => changed.has(run))) return;
-      if (performance.now() - newest > 600) { newest = performance.now(); now(); } else again();
-    },
+    update: whenChanged(() => runs, now, 300),
     close() { closed = true; abort(); watcher.disconnect(); },
   };
 }

@@ -21,8 +21,8 @@ export function query(parameters) {
   return found;
 }
 
-export async function ask(path, parameters = {}) {
-  const response = await fetch(`/api/${path}?${query(parameters)}`);
+export async function ask(path, parameters = {}, signal = null) {
+  const response = await fetch(`/api/${path}?${query(parameters)}`, { signal });
   if (!response.ok) throw await failure(response);
   return response.json();
 }
@@ -54,6 +54,15 @@ export function soon(action, pause = 150) {
   return (...words) => {
     clearTimeout(timer);
     timer = setTimeout(() => action(...words), pause);
+  };
+}
+
+// The `update` of a view of some runs: acts at once if one of them has changed, and then at most once in each pause.
+export function whenChanged(runs, action, pause = 500) {
+  let timer = null, newest = -Infinity;
+  return (changed) => {
+    if (timer !== null || !runs().some((run) => changed.has(run))) return;
+    timer = setTimeout(() => { timer = null; newest = performance.now(); action(); }, newest + pause - performance.now());
   };
 }
 
@@ -114,6 +123,14 @@ export function runChooser(runs, chosen, onchange) {
   const select = make("select", { "aria-label": "Run", onchange: () => onchange(select.value) }, ...runs.map((run) => make("option", { value: run }, spelled(run))));
   select.value = runs.includes(chosen) ? chosen : runs[0] ?? "";
   return select;
+}
+
+// Gives a choice these options, values with their texts; the one that is chosen remains if it is among them.
+export function offer(select, options) {
+  if (JSON.stringify(options.map(([value]) => value)) === JSON.stringify([...select.options].map((each) => each.value))) return;
+  const chosen = select.value;
+  select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+  if (options.some(([value]) => value === chosen)) select.value = chosen;
 }
 
 // What a view of one run shares: a choice among the selected ones, which `load` gets; "" if none is selected.

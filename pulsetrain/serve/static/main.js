@@ -1,16 +1,17 @@
 // The page: the list of runs at the left, and the view that is chosen for the selected ones.
 
-import { ask, colorOf, giveColors, make, message, number, placesOf, soon, spelled } from "/dom.js";
+import { ask, giveColors, make, placesOf, soon } from "/dom.js";
+import { runList } from "/runs.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
 import { compare, media, whatif } from "/judging.js";
 import { sweeps } from "/sweeps.js";
 
 const VIEWS = { Curves: curves, Timeline: timeline, Events: events, Compare: compare, "What if": whatif, Media: media, Lineage: lineage, Sweeps: sweeps, Processes: processes };
-const SHOWN = 1000; // runs in the list
 const at = (id) => document.getElementById(id);
 
-const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0, forget, open };
+const page = { runs: [], columns: [], selected: new Set(), view: "Curves", current: null, known: new Set(), reading: 0, isDescending: false, forget, open };
+const drawRuns = runList(at("runs"), page, toggle);
 
 function remembered() {
   const found = new URLSearchParams(location.hash.slice(1));
@@ -69,12 +70,13 @@ function visible() {
   const column = at("sort").value;
   // what a running run changes is in its messages, which bring no cells
   const key = (run) => (["status", "progress", "updated"].includes(column) ? run[column] : run.best[column] ?? run.cells[column]);
+  const direction = page.isDescending ? -1 : 1;
   return found.sort((a, b) => {
     const [one, other] = [key(a), key(b)];
     if (one === other) return 0;
     if (one === null || one === undefined) return 1;
     if (other === null || other === undefined) return -1;
-    return typeof one === "number" && typeof other === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
+    return direction * (typeof one === "number" && typeof other === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true }));
   });
 }
 
@@ -83,26 +85,7 @@ function list() {
   const runs = visible();
   at("count").textContent = `${[...page.selected].filter((id) => page.runs.some((run) => run.id === id)).length} of ${page.runs.length}`;
   at("all").checked = runs.length > 0 && runs.every((run) => page.selected.has(run.id));
-  at("runs").replaceChildren(...runs.slice(0, SHOWN).map(item));
-  if (runs.length > SHOWN) at("runs").append(message(`and ${runs.length - SHOWN} more: search, or write a condition`));
-  if (!page.runs.length) at("runs").append(message("No run matches. A run appears here once it has a run folder."));
-}
-
-function item(run) {
-  const best = Object.entries(run.best).slice(0, 2).map(([name, value]) => `${name} ${number(value, 4)}`).join(", ");
-  const box = make("input", { type: "checkbox", checked: page.selected.has(run.id), onchange: () => toggle(run.id, box.checked) });
-  const color = make("span", { class: "dot" });
-  if (page.selected.has(run.id)) color.style.background = colorOf(run.id);
-  const children = [box, color, make("span", { class: "name", title: spelled(run.id) }, spelled(run.id)), make("span", { class: `status ${run.status}`, title: run.reason }, run.status)];
-  if (best || run.reason) children.push(make("span", { class: "detail", title: run.reason }, best || run.reason));
-  if (run.status === "running" && run.progress !== null) {
-    const bar = make("i");
-    bar.style.width = `${100 * run.progress}%`;
-    children.push(make("span", { class: "bar" }, bar));
-  }
-  const line = make("li", {}, make("label", {}, ...children));
-  line.dataset.run = run.id;
-  return line;
+  drawRuns(runs);
 }
 
 function toggle(id, on) {
@@ -154,11 +137,21 @@ function show() {
   remember();
 }
 
+const again = soon(load, 300);
+let source = null, wasOpen = false;
+
+// Only while the page is shown: of a server, a browser keeps six connections for all its tabs.
 function follow() {
+  if (document.hidden) { source?.close(); source = null; return; }
+  source ??= listen();
+}
+
+function listen() {
   const source = new EventSource("/api/live");
-  const again = soon(load, 300);
   source.onopen = () => {
     again(); // what has changed before the server notified this page
+    if (wasOpen) page.current?.update?.(page.selected);
+    wasOpen = true;
     at("state").className = "";
     at("state").textContent = "live";
   };
@@ -180,11 +173,19 @@ function follow() {
       page.current?.update?.(new Set(Object.keys(runs)));
     }
   };
+  return source;
 }
 
 at("search").addEventListener("input", soon(list, 60));
 at("where").addEventListener("input", soon(() => { remember(); load(); }, 350));
 at("sort").addEventListener("change", list);
+at("direction").addEventListener("click", () => {
+  page.isDescending = !page.isDescending;
+  at("direction").textContent = page.isDescending ? "↓" : "↑";
+  at("direction").title = page.isDescending ? "from the greatest to the least" : "from the least to the greatest";
+  at("direction").setAttribute("aria-pressed", String(page.isDescending));
+  list();
+});
 at("all").addEventListener("change", () => {
   const on = at("all").checked;
   visible().forEach((run) => (on ? page.selected.add(run.id) : page.selected.delete(run.id)));
@@ -192,6 +193,7 @@ at("all").addEventListener("change", () => {
   changed();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+document.addEventListener("visibilitychange", follow);
 remembered();
 await load();
 follow();

@@ -1,4 +1,4 @@
-// The sweeps whose trials are listed: each trial with its values and settings, the best one first.
+// The sweeps below the folder: each trial with its values and settings, the best one first.
 
 import { ask, colorOf, make, message, number, plain, plainLayout, plotly, soon, table } from "/dom.js";
 
@@ -11,7 +11,7 @@ export function sweeps(view, page) {
     const found = await ask("sweeps");
     if (closed) return;
     view.replaceChildren(...found.map(sweep));
-    if (!found.length) view.append(message("No listed run is a trial of a sweep. `pulsetrain sweep` trains one configuration with many settings."));
+    if (!found.length) view.append(message("There is no sweep in this folder. `pulsetrain sweep` trains one configuration with many settings."));
     const Plotly = found.length ? await plotly() : null;
     if (!closed) found.forEach((each) => draw(each, Plotly));
   }
@@ -26,16 +26,17 @@ export function sweeps(view, page) {
     const values = best ? each.metrics.map((name) => `${name} ${number(best.values[name])}`).join(", ") : "";
     const runs = each.trials.map((trial) => trial.run).filter(Boolean);
     const names = [...new Set(each.trials.flatMap((trial) => Object.keys(trial.params)))];
+    const replayed = each.trials.some((trial) => trial.iterations !== null);
     const rows = each.trials.slice(0, SHOWN).map((trial) => ({
       differs: trial === best,
-      cells: [link(trial), trial.state, ...each.metrics.map((name) => trial.values[name] ?? null), ...names.map((name) => trial.params[name] ?? null), trial.error],
+      cells: [link(trial), trial.state, ...each.metrics.map((name) => trial.values[name] ?? null), ...(replayed ? [trial.iterations] : []), ...names.map((name) => trial.params[name] ?? null), trial.error],
     }));
     const chart = make("div", { class: "chart" });
     chart.dataset.sweep = each.id;
     return make("section", {}, heading,
       make("p", { class: "summary" }, `${each.trials.length} trials: ${states}${best ? `; the best is trial ${best.number}: ${values}` : ""} `,
         runs.length ? make("button", { onclick: () => page.open(runs) }, "Curves of all") : null),
-      chart, table(["trial", "state", ...each.metrics, ...names, ""], rows),
+      chart, table(["trial", "state", ...each.metrics, ...(replayed ? ["iterations"] : []), ...names, ""], rows),
       each.trials.length > SHOWN ? message(`and ${each.trials.length - SHOWN} more`) : null);
   }
 

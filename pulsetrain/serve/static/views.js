@@ -1,6 +1,6 @@
 // What happened: a timeline, the events, forks, and where the processes of a run are.
 
-import { ask, colorOf, make, message, number, ofOneRun, plain, plainLayout, plotly, soon, spelled } from "/dom.js";
+import { ask, colorOf, make, message, number, offer, ofOneRun, plain, plainLayout, plotly, soon, spelled, whenChanged } from "/dom.js";
 
 const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
 const CUSTOM = "hexagon", LONGEST = 22; // events of the user, and characters of a row's name
@@ -46,38 +46,56 @@ export function timeline(view) {
     Plotly.react(chart, traces, layout, { displayModeBar: false, responsive: true });
   }
 
-  return { select, update: soon((changed) => runs.some((run) => changed.has(run)) && select(runs), 500) };
+  return { select, update: whenChanged(() => runs, () => select(runs)) };
 }
 
 export function events(view) {
-  let run = "", after = 0, asked = 0;
+  let run = "", next = 0, end = 0, resumed = 0; // where the next page begins, and the events that are not complete yet
+  let asked = 0, isAsking = false, isOutdated = false;
   const tools = make("div", { class: "tools" });
-  const where = make("input", { class: "code", size: 44, placeholder: 'event == "validation_completed"', "aria-label": "Condition on events", spellcheck: false, oninput: soon(() => load(0), 350) });
-  const kind = make("select", { "aria-label": "Type", onchange: () => load(0) }, make("option", { value: "" }, "all types"));
+  const where = make("input", { class: "code", size: 44, placeholder: 'event == "validation_completed"', "aria-label": "Condition on events", spellcheck: false, oninput: soon(() => load(), 350) });
+  const kind = make("select", { "aria-label": "Type", onchange: () => load() }), rank = make("select", { "aria-label": "Rank", onchange: () => load() });
+  const newest = make("input", { type: "checkbox", onchange: () => load() }), order = make("label", {}, newest, "newest first");
   const note = make("p", { class: "error", role: "alert" });
   const body = make("tbody");
-  const more = make("button", { onclick: () => load(after) }, "More");
+  const more = make("button", { onclick: () => load("more") }, "More");
   const head = make("thead", {}, make("tr", {}, ...["seq", "event", "engine", "epoch", "iteration", "time", "values"].map((name) => make("th", {}, name))));
   view.append(tools, note, make("div", { class: "scroll" }, make("table", { class: "events" }, head, body)), more);
 
-  async function load(from) {
+  // Shows the first page, adds the next one, or adds what was written since.
+  async function load(part = "first") {
     const mine = ++asked;
     if (!run) { body.replaceChildren(); more.hidden = true; return; }
+    isAsking = true;
+    const isBackwards = newest.checked && part !== "new";
+    const from = part === "new" ? { after: end } : part === "more" ? { [isBackwards ? "before" : "after"]: next } : {};
     try {
-      const found = await ask("events", { run, where: where.value, event: kind.value, after: from });
+      const found = await ask("events", { run, rank: rank.value, where: where.value, event: kind.value, newest: isBackwards ? "1" : "", ...from });
       if (mine !== asked) return; // another question has been asked since
+      if (part === "new" && (found.resumed !== resumed || (newest.checked && found.next !== null))) { load(); return; }
       note.textContent = found.damage.join("; ");
-      const chosen = kind.value;
-      kind.replaceChildren(make("option", { value: "" }, "all types"), ...found.kinds.map((name) => make("option", { value: name }, name)));
-      kind.value = chosen;
+      offer(kind, [["", "all types"], ...found.kinds.map((name) => [name, name])]);
+      offer(rank, found.ranks.map((each) => [String(each), `rank ${each}`]));
+      rank.hidden = found.ranks.length < 2;
       const rows = found.events.map(row);
-      if (from) body.append(...rows); else body.replaceChildren(...rows);
-      after = found.next ?? 0;
-      more.hidden = found.next === null;
-      if (!body.children.length) body.append(make("tr", {}, make("td", { class: "wide", colSpan: 7 }, `No event matches among ${number(found.looked)}.`)));
+      const isStale = (line) => part === "first" || line.className === "none" || (part === "new" && Number(line.dataset.seq) >= end);
+      [...body.children].filter(isStale).forEach((line) => line.remove());
+      if (part === "new" && newest.checked) body.prepend(...rows.reverse()); else body.append(...rows);
+      if (part !== "new" || !newest.checked) { next = found.next; more.hidden = next === null; }
+      if (part !== "more" || !isBackwards) end = found.end;
+      resumed = found.resumed;
+      if (!body.children.length) body.append(make("tr", { class: "none" }, make("td", { class: "wide", colSpan: 7 }, `No event matches among ${number(found.looked)}.`)));
     } catch (error) {
       if (mine === asked) note.textContent = error.message;
+    } finally {
+      if (mine === asked) { isAsking = false; if (isOutdated) follow(); }
     }
+  }
+
+  // The newest events are added unless older ones that "More" shows would be missing before them.
+  function follow() {
+    isOutdated = isAsking;
+    if (!isAsking && (newest.checked || more.hidden)) load("new");
   }
 
   function row(event) {
@@ -85,10 +103,17 @@ export function events(view) {
     for (const key of Object.keys(rest)) if (rest[key] === null || (Array.isArray(rest[key]) && !rest[key].length)) delete rest[key];
     const text = JSON.stringify(rest);
     const values = text.length > 160 ? make("details", {}, make("summary", { class: "code" }, `${text.slice(0, 150)} ...`), make("pre", {}, JSON.stringify(rest, null, 1))) : make("span", { class: "code" }, text === "{}" ? "" : text);
-    return make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleTimeString()].map((cell, at) => make("td", { class: at === 1 ? "time event" : "time" }, cell)), make("td", { class: "wide" }, values));
+    const line = make("tr", {}, ...[number(seq), name, engine, number(epoch), number(iteration), new Date(t / 1e6).toLocaleString("sv")].map((cell, at) => make("td", { class: at === 1 ? "time event" : "time" }, cell)), make("td", { class: "wide" }, values));
+    line.dataset.seq = seq;
+    return line;
   }
 
-  return { select: ofOneRun(tools, (chosen) => { run = chosen; return load(0); }, kind, where) };
+  const select = ofOneRun(tools, (chosen) => {
+    if (chosen !== run) rank.replaceChildren(); // another run may have fewer
+    run = chosen;
+    return load();
+  }, rank, kind, order, where);
+  return { select, update: whenChanged(() => [run], follow) };
 }
 
 export function lineage(view, page) {
@@ -102,7 +127,7 @@ export function lineage(view, page) {
       const roots = [...new Set(parents.values())].filter((parent) => !parents.has(parent));
       const branch = (run, seen) => {
         const found = page.runs.find((each) => each.id === run);
-        const changed = found?.parent?.changed?.join("; ");
+        const changed = [found?.parent?.changed ?? []].flat().join("; "); // a run.json may hold anything
         const text = found?.parent ? ` at iteration ${number(found.parent.iteration)}${changed ? `: ${changed}` : ""}` : "";
         const best = found ? Object.entries(found.best).slice(0, 2).map(([key, value]) => `${key} ${number(value, 4)}`).join(", ") : "not in this folder";
         const below = seen.has(run) ? [] : (children.get(run) ?? []).map((each) => branch(each, new Set([...seen, run])));

@@ -147,7 +147,7 @@ def test_an_epoch_is_its_steps(library):
     for batch in batches:
         by_hand = core.train_step(batch, by_hand).state
     assert bits(core, by_hand) == bits(core, last) == bits(core, core.train_epoch(iter(batches), state))
-    with pytest.raises(ValueError, match="no batch was given; an iterator can be read once"):
+    with pytest.raises(ValueError, match="no batch was given; an iterator can be read only once"):
         core.train_epoch([], state)
 
 

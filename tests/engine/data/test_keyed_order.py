@@ -7,6 +7,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
@@ -146,3 +148,83 @@ def test_a_plain_batch_sampler_made_by_hand_is_recognised():
     whole = values(KeyedLoader(loader, 1).begin(1))
     assert [len(batch) for batch in whole] == [4, 4]
     assert values(KeyedLoader(loader, 1).begin(1, 4)) == whole[1:]
+
+
+class Listed(Sampler):
+    """Its order is an attribute, which is read when it is iterated."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def __iter__(self):
+        return iter(self.order)
+
+    def __len__(self):
+        return len(self.order)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_sampler_that_is_changed_before_the_first_batch_gives_the_changed_order(batch_size):
+    sampler = Listed([0, 1, 2, 3])
+    loader = DataLoader(range(4), batch_size=batch_size, sampler=sampler)
+    batches = KeyedLoader(loader, seed=0).begin(1)
+    sampler.order = [3, 2, 1, 0]
+    found = [batch if batch_size is None else batch.tolist() for batch in batches]
+    assert found == ([3, 2, 1, 0] if batch_size is None else [[3, 2], [1, 0]])
+
+
+class Drawing(Sampler):
+    """Draws from a generator of its own, of numpy or torch."""
+
+    def __init__(self, count: int, generator: Any) -> None:
+        self.count, self.generator = count, generator
+
+    def __iter__(self) -> Any:
+        for _ in range(self.count):
+            if isinstance(self.generator, torch.Generator):
+                yield int(torch.randint(self.count, (), generator=self.generator))
+            else:
+                yield int(self.generator.integers(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class NeverCopied(Reading):
+    def __deepcopy__(self, memo: object) -> Any:
+        raise AssertionError("a dataset may be large")
+
+
+@pytest.mark.parametrize("kind", ["random", "torch", "numpy", "batches"])
+def test_asking_for_the_rows_of_a_batch_changes_nothing_in_the_pass_in_progress(kind: str):
+    def make() -> KeyedLoader:
+        dataset = NeverCopied(200)
+        own = np.random.default_rng(3) if kind == "numpy" else torch.Generator().manual_seed(3)
+        sampler = Drawing(200, own)
+        if kind == "random":
+            sampler = RandomSampler(dataset, replacement=True, generator=own)
+        if kind == "batches":
+            batches = type("Own", (BatchSampler,), {})(sampler, 4, drop_last=False)
+            return KeyedLoader(DataLoader(dataset, batch_sampler=batches), 0)
+        return KeyedLoader(DataLoader(dataset, batch_size=4, sampler=sampler), 0)
+
+    expected = values(make().begin(2))
+    keyed = make()
+    seen = []
+    for number, batch in enumerate(keyed.begin(2)):
+        seen.append(batch.tolist())
+        if number == 20:
+            rows = keyed.order.rows(2, 3 * keyed.order.step)
+            if kind != "numpy":  # whose generator is nowhere seeded
+                assert rows == expected[3]
+                assert keyed.order.rows(1, 0) != expected[0]
+    assert seen == expected
+
+
+def test_the_rows_of_a_sampler_that_cannot_be_copied_are_not_known():
+    class Uncopied(Drawing):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise TypeError("cannot be copied")
+
+    keyed = KeyedLoader(DataLoader(Reading(9), batch_size=2, sampler=Uncopied(9, torch.Generator())), 0)
+    assert keyed.order.rows(1, 0) == []

@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses import bce_with_logits, cross_entropy, focal_loss, get_loss, huber, ignored_label, l1, mse
+from pulsetrain.engine.losses import (
+    bce_with_logits,
+    class_weights,
+    cross_entropy,
+    focal_loss,
+    get_loss,
+    huber,
+    ignored_label,
+    l1,
+    mse,
+)
 
 # ------------------------------------------------------------------------------------------- cross entropy
 
@@ -119,7 +129,7 @@ def test_class_indices_of_any_whole_number_type_give_the_same_loss(dtype):
             r"cross_entropy\(logits of shape \(4, 3\), targets of shape \(5,\)\): needs logits \(\.\.\., cl",
         ),
         ((4, 3), (4, 1), r"targets of shape \(4, 1\).*pass targets.squeeze\(-1\)"),
-        ((4, 3), (4, 3), r"targets of shape \(4, 3\).*; for yes and no use .*targets.argmax\(-1\)"),
+        ((4, 3), (4, 3), r"targets of shape \(4, 3\).*; for binary targets, use .*targets.argmax\(-1\)"),
         ((2, 3, 8, 8), (2, 8, 8), r"logits of shape \(2, 3, 8, 8\).*classes come last: logits.movedim\(1, -1\)"),
         ((), (), r"logits of shape \(\), targets of shape \(\)"),
     ],
@@ -279,6 +289,9 @@ def test_an_option_that_the_loss_cannot_take_is_refused_before_any_batch(name, o
         (functools.partial(focal_loss, gamma=1.0), -100),
         (nn.CrossEntropyLoss(ignore_index=7), 7),
         (nn.NLLLoss(), -100),
+        (F.cross_entropy, -100),
+        (functools.partial(F.cross_entropy, ignore_index=255), 255),
+        (F.nll_loss, -100),
         ("mse", None),
         (nn.MSELoss(), None),
         (lambda outputs, targets: 0, None),
@@ -287,3 +300,19 @@ def test_an_option_that_the_loss_cannot_take_is_refused_before_any_batch(name, o
 )
 def test_the_label_that_a_loss_ignores_is_known(loss, label):
     assert ignored_label(loss) == label
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_weighted"),
+    [
+        (nn.CrossEntropyLoss(torch.ones(2)), True),
+        (nn.NLLLoss(torch.ones(2)), True),
+        (functools.partial(F.cross_entropy, weight=torch.ones(2)), True),
+        (nn.CrossEntropyLoss(), False),
+        (nn.CrossEntropyLoss(torch.ones(2), reduction="sum"), False),
+        (nn.MultiMarginLoss(weight=torch.ones(2)), False),
+        ("cross_entropy", False),
+    ],
+)
+def test_the_class_weights_that_torch_divides_by_are_known(loss, is_weighted):
+    assert (class_weights(loss) is not None) == is_weighted

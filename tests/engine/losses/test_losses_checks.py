@@ -156,3 +156,17 @@ def test_a_softmax_before_cross_entropy_is_warned_of_in_training_only(temperatur
         assert not logs
         check_first_batch("cross_entropy", logits.softmax(-1), targets)
     assert "let the model return the logits" in logs[0]["event"]
+
+
+@pytest.mark.parametrize("loss", ["bce_with_logits", F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()])
+def test_a_sigmoid_before_bce_with_logits_is_warned_of_in_training_only(loss):
+    logits = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    targets = torch.zeros(8, 4)
+    with structlog.testing.capture_logs() as logs:
+        check_first_batch(loss, logits.requires_grad_(), targets)
+        check_first_batch(loss, logits.detach().sigmoid(), targets)
+        check_first_batch(loss, torch.zeros(8, 4, requires_grad=True), targets)  # weights of 0
+        check_first_batch(loss, logits[:2, :2].abs().sigmoid(), targets[:2, :2])  # may be by chance
+        assert not logs
+        check_first_batch(loss, logits.sigmoid(), targets)
+    assert "as after a sigmoid" in logs[0]["event"]

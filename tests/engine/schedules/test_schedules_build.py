@@ -74,6 +74,7 @@ def test_decay_spans_what_the_warm_up_leaves():
         ),
         ("step", {"total_steps": None, "step_size": 3, "gamma": 0.5}, Step(1.0, 3, 0.5)),
         ("multi_step", {"total_steps": None, "milestones": [3, 6]}, MultiStep(1.0, (3, 6), 0.1)),
+        ("multi_step", {"warmup_steps": 2, "milestones": [3, 6]}, Warmup(1.0, 2) >> MultiStep(1.0, (1, 4), 0.1)),
         ("exponential", {"total_steps": None, "gamma": 0.9}, Exponential(1.0, 0.9)),
         ("inverse_sqrt", {"total_steps": None}, InverseSqrt(1.0, 10_000)),
         ("inverse_sqrt", {"warmup_steps": 20}, Warmup(1.0, 20) >> InverseSqrt(1.0, 20)),
@@ -102,9 +103,15 @@ def test_the_highest_rate_is_the_learning_rate(name):
     assert max(schedule.get_lr(step) for step in range(1000)) == pytest.approx(0.1, rel=1e-12)
 
 
+def test_milestones_are_numbers_of_updates_of_the_run_whatever_the_warm_up():
+    schedule = build_schedule("multi_step", 1.0, total_steps=9000, warmup_steps=500, milestones=[3000, 6000], gamma=0.5)
+    assert [schedule.get_lr(step) for step in (500, 2999, 3000, 5999, 6000)] == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"one_cycle"}))
 def test_the_first_update_after_the_warm_up_runs_at_the_learning_rate(name):
-    schedule = build_schedule(name, 0.1, total_steps=1000, warmup_steps=100, **NEEDED.get(name, {}))
+    needed = {"milestones": (300, 600)} if name == "multi_step" else NEEDED.get(name, {})
+    schedule = build_schedule(name, 0.1, total_steps=1000, warmup_steps=100, **needed)
     assert schedule.get_lr(100) == 0.1
     assert all(schedule.get_lr(step) < schedule.get_lr(step + 1) for step in range(100))
 
@@ -168,6 +175,11 @@ def test_a_floor_is_refused_where_the_schedule_has_none(name):
         ("cosine", {"gamma": 0.5}, r"build_schedule\(gamma=0.5\): unknown to the schedule 'cosine'; it takes min_lr"),
         ("step", {}, r"build_schedule\(name='step'\): needs step_size, the updates between two drops"),
         ("multi_step", {}, r"build_schedule\(name='multi_step'\): needs milestones, the numbers of updates"),
+        (
+            "multi_step",
+            {"milestones": [10, 60], "warmup_steps": 10},
+            r"build_schedule\(milestones=\[10, 60\]\): counts from the start .*, and is not after warmup_steps=10",
+        ),
         ("exponential", {}, r"build_schedule\(name='exponential'\): needs gamma, the factor"),
         ("inverse_sqrt", {"timescale": 0}, r"InverseSqrt\(timescale=0\): needs at least 1"),
         ("cosine", {"total_steps": 0}, r"build_schedule\(warmup_steps=0\): leaves nothing of total_steps=0"),

@@ -169,6 +169,18 @@ def test_counts_on_a_device_are_weighed_as_exactly_as_numbers(rule):
     assert [weight.item() for weight in weights] == pytest.approx([size / 21 for size in sizes], rel=1e-15, abs=0)
 
 
+@pytest.mark.parametrize("as_size", [float, torch.tensor])
+def test_batches_after_one_in_which_next_to_nothing_counts_weigh_little(as_size):
+    accumulation = Accumulation(Accumulate(batches=2))
+    weights = []
+    for size in (1e-9, 100.0):
+        weights.append(float(accumulation.weigh(as_size(size), 0, 0)))
+        accumulation.add(as_size(size), 0, 0)
+    correction = float(accumulation.close())
+    assert max(weights) <= 100
+    assert [weight * correction for weight in weights] == pytest.approx([1e-11, 1.0])
+
+
 class CountReads(TorchDispatchMode):
     count = 0
 

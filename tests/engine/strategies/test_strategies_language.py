@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import numpy
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from pulsetrain.engine import DPOStrategy, JaxBackend, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import pack, pad_examples
+from pulsetrain.engine.errors import ConfigurationError
 from tests.support import formulas
 from tests.support.formulas import IGNORED, LENGTH, ROWS, STRATEGY_RUNS, VOCABULARY, assert_is, assert_near
 from tests.support.losses import needs_jax
@@ -56,6 +58,15 @@ def test_the_first_token_of_a_document_is_predicted_from_nothing(library, dtype,
 
     assert_is(formula, strategy, batch, library, formulas.logits_of(1, dtype))
     assert strategy.prepare_batch(batch).size == (labels != IGNORED).sum() < labels.numel()
+
+
+@pytest.mark.parametrize("strategy", [PretrainStrategy, SFTStrategy])
+def test_tokens_that_are_not_trained_on_cannot_have_another_label(strategy):
+    message = f"{strategy.__name__}(loss_options={{'ignore_index': 0}}): needs -100; leave it out, and let the loader"
+    with pytest.raises(ConfigurationError, match=re.escape(message) + ".*attention_mask"):
+        strategy(loss_options={"ignore_index": 0})
+    batch = strategy(loss_options={"ignore_index": IGNORED}).prepare_batch(formulas.labelled(0))
+    assert batch.size > 0
 
 
 def test_a_separator_shows_the_model_where_documents_begin():

@@ -1,7 +1,11 @@
 """What a batch weighs: the gradient of batches that share an update is that of all their rows at once."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from pulsetrain.engine import (
     DPOStrategy,
@@ -12,6 +16,7 @@ from pulsetrain.engine import (
     RewardModelStrategy,
     SFTStrategy,
     SimPOStrategy,
+    SupervisedStrategy,
 )
 from pulsetrain.engine.data.preferences import pad_unpaired
 from pulsetrain.engine.data.sequences import pack, pad_examples
@@ -51,6 +56,71 @@ def assert_weighs(make_model, make_strategy, batches, whole):
     assert together.abs().max() > 1e-3
     torch.testing.assert_close(apart, together, rtol=0, atol=1e-6)
     assert (one_by_one.mean(0) - together).abs().max() > 1e-3
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 10.0, 5.0], dtype=torch.float64)
+OVER_CLASSES = {
+    "module": lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS),
+    "smoothed": lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS, ignore_index=2, label_smoothing=0.2),
+    "function": lambda: partial(F.cross_entropy, weight=CLASS_WEIGHTS),
+    "log-probabilities": lambda: nn.NLLLoss(CLASS_WEIGHTS),
+    "ignoring": lambda: partial(F.cross_entropy, ignore_index=1),
+    "ignoring log-probabilities": lambda: partial(F.nll_loss, ignore_index=1),
+}
+
+
+class Classifying(nn.Sequential):
+    """Logits of three classes."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 3))
+
+
+def classified(labels=(0, 0, 2, 1, 0, 1, 1, 0)):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(len(labels), 2, dtype=torch.float64, generator=generator), torch.tensor(labels)
+
+
+@pytest.mark.parametrize("make_loss", OVER_CLASSES.values(), ids=OVER_CLASSES)
+def test_labels_weigh_by_what_torch_divides_their_loss_by(make_loss):
+    inputs, labels = classified()
+    batches = [(inputs[:3], labels[:3]), (inputs[3:], labels[3:])]
+    assert_weighs(Classifying, lambda: SupervisedStrategy(make_loss()), batches, (inputs, labels))
+
+
+@pytest.mark.parametrize("make_loss", OVER_CLASSES.values(), ids=OVER_CLASSES)
+def test_the_validation_loss_does_not_depend_on_the_batch_size(make_loss):
+    data = torch.utils.data.TensorDataset(*classified())
+    losses = []
+    for size in (3, 8):
+        torch.manual_seed(0)
+        loader = torch.utils.data.DataLoader(data, size)
+        run = trainer({"max_epochs": 1, "learning_rate": 1e-12}, model=Classifying().double(), train_loader=loader,
+                      val_loader=loader, strategy=SupervisedStrategy(make_loss()))  # fmt: skip
+        losses.append(run.train()["val/loss"])
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_the_scale_of_class_weights_does_not_matter():
+    """As that of the loss does not: small sizes would scale gradients down, which fp16 rounds to 0."""
+    sizes = [SupervisedStrategy(nn.CrossEntropyLoss(CLASS_WEIGHTS * scale)).prepare_batch(classified()).size
+             for scale in (1e-6, 1.0)]  # fmt: skip
+    assert sizes == pytest.approx([39 / (16 / 3)] * 2)
+
+
+def test_probabilities_weigh_by_their_number_whatever_the_weights_of_the_classes():
+    inputs, labels = classified()
+    targets = nn.functional.one_hot(labels, 3).double() * 0.7 + 0.1
+    batches = [(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]
+    strategy = lambda: SupervisedStrategy(nn.CrossEntropyLoss(CLASS_WEIGHTS))  # noqa: E731
+    assert_weighs(Classifying, strategy, batches, (inputs, targets))
+
+
+def test_a_label_outside_the_weighted_classes_is_named_by_the_check():
+    run = trainer({"max_epochs": 1}, model=Classifying().double(), train_loader=[classified((0, 3))],
+                  strategy=SupervisedStrategy(nn.CrossEntropyLoss(CLASS_WEIGHTS)))  # fmt: skip
+    with pytest.raises(ValueError, match=r"CrossEntropyLoss\(targets\[1\]=3\): needs class indices from 0 to 2"):
+        run.train()
 
 
 def test_answers_of_different_lengths_weigh_by_their_tokens():

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from structlog.testing import capture_logs
 from torch import nn
 
 from pulsetrain.engine import ConfigurationError, SupervisedStrategy, TrainingBatch
@@ -143,3 +144,17 @@ def test_a_callable_may_return_the_parts_of_its_loss():
             SupervisedStrategy(wrong).compute_loss(torch.ones(2), batch)
     with pytest.raises(TypeError, match=r"as 'size'; needs one number"):
         SupervisedStrategy(lambda o, t: (o.mean(), {"size": o})).compute_loss(torch.ones(2), batch)
+
+
+def test_a_loss_with_parameters_that_nothing_updates_is_warned_of():
+    loss = nn.BCEWithLogitsLoss()
+    loss.scale = nn.Parameter(torch.ones(3))
+    with capture_logs() as logs:
+        SupervisedStrategy(loss)
+    (said,) = logs
+    assert "the loss has parameters, and the optimizer updates those of the model only" in said["event"]
+    assert said["parameters"] == 3
+    with capture_logs() as logs:
+        SupervisedStrategy(loss.requires_grad_(False))
+        SupervisedStrategy(nn.CrossEntropyLoss(weight=torch.ones(3)))
+    assert logs == []

@@ -1,19 +1,56 @@
 import gc
 import inspect
+import pickle
 import weakref
 
 import pytest
 import structlog
 
 from pulsetrain.engine import Engine, EventBus, Events
-from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.errors import ArgumentTypeError, RunFolderError
 from pulsetrain.handlers import CrashBundle, CSVLogger, HangWatchdog, JSONLinesLogger, Plots, TensorBoardLogger
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Attachment, Handler
 from tests.support.engines import make_engine, subscriptions
 
 
 def nothing(engine):
     pass
+
+
+class Bound(Handler):
+    """A handler as users write it."""
+
+    def __init__(self, limit: float, *, margin: float = 0.5) -> None:
+        self.limit, self.margin = limit, margin
+
+
+class Named(Bound):
+    def __init__(self, name: str, **options: float) -> None:
+        super().__init__(**options)
+        self.name = name
+
+
+class Inherited(Bound): ...
+
+
+def test_a_misspelt_keyword_of_a_users_handler_is_answered_with_the_nearest():
+    for make in (Bound, Inherited, lambda **options: Named("a", **options)):
+        with pytest.raises(ArgumentTypeError, match=r"Bound\(margn=1\): is not an argument; did you mean 'margin'\?$"):
+            make(limit=2.0, margn=1)
+
+
+def test_other_wrong_arguments_have_pythons_own_message():
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'limit'"):
+        Bound()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        Bound(1.0, 2.0)  # type: ignore[call-arg, misc]
+
+
+def test_a_users_handler_keeps_its_signature_and_is_pickled():
+    assert str(inspect.signature(Bound)) == "(limit: float, *, margin: float = 0.5) -> None"
+    assert str(inspect.signature(Named)) == "(name: str, **options: float) -> None"
+    assert Bound.__init__.__qualname__ == "Bound.__init__"
+    assert vars(pickle.loads(pickle.dumps(Named("a", limit=2.0)))) == {"name": "a", "limit": 2.0, "margin": 0.5}
 
 
 def test_an_attach_that_fails_half_way_leaves_nothing_and_can_be_tried_again():

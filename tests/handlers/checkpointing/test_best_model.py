@@ -1,3 +1,4 @@
+import errno
 import math
 
 import pytest
@@ -278,8 +279,25 @@ def test_a_file_that_cannot_be_written_is_reported_and_only_it_is_lost(tmp_path)
         engine = driven(best, [1.0, 2.0])
     assert engine.weight == 1.0
     warned = [line["event"] for line in logs if line["log_level"] == "warning"]
-    assert warned == ["best weights not written; they are kept in memory"]
+    assert [each.partition(",")[0] for each in warned] == ["best weights not written; they are kept in memory"]
     assert [path.name for path in tmp_path.iterdir()] == ["best_model.pt"]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_file_that_could_not_be_written_for_a_moment_is_written_later(tmp_path, monkeypatch, failing):
+    attempts = []
+
+    def fill(path):
+        attempts.append(path)
+        if len(attempts) <= failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pulsetrain.handlers.checkpointing.best_model.sync", fill)
+    with capture_logs() as logs:
+        driven(BestModel(folder=tmp_path), [1.0, 2.0])  # the second attempt is at the second validation
+    assert torch.load(tmp_path / "best_model.pt", weights_only=True)["weight"].item() == 1.0
+    assert len(attempts) == failing + 1
+    assert len([line for line in logs if line["log_level"] == "warning"]) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- misuse

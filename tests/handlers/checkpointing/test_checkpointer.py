@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,10 @@ class Run(Trainer):
 
     is_resuming = is_stepping = is_rewinding = False
     backend = TorchBackend("cpu")
+
+    @property
+    def data(self) -> SimpleNamespace:
+        return SimpleNamespace(trained=self.state.iteration)
 
     def files_to_sync(self) -> list[Path]:
         return []
@@ -199,7 +204,9 @@ def test_a_run_from_the_start_into_a_folder_with_checkpoints_is_refused_before_i
     engine.add_event_handler(Events.STARTED, lambda: received.append("started"))
     engine.add_event_handler(Events.ITERATION_STARTED, lambda: received.append("iteration"))
     Checkpointer(tmp_path).attach(engine)
-    with pytest.raises(RunFolderError, match=r"Checkpointer\(folder=.*: holds a run .*; continue it with train"):
+    with pytest.raises(
+        RunFolderError, match=r"Checkpointer\(folder=.*: already holds a run, .*; continue it with train"
+    ):
         engine.run(range(3))
     assert received == []
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
@@ -211,7 +218,7 @@ def test_a_second_run_from_the_start_in_the_same_process_is_refused_too(tmp_path
     handler.save(engine, "initial")  # its own beginning is not in the way
     engine.run(range(3))
     assert saved(handler) == [0, 3]
-    with pytest.raises(RunFolderError, match="holds a run already"):
+    with pytest.raises(RunFolderError, match="already holds a run"):
         engine.run(range(3))
 
 

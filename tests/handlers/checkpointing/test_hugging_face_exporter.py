@@ -131,6 +131,26 @@ def test_an_export_that_fails_leaves_the_old_one_and_the_run(tmp_path: Path) -> 
     assert [each.name for each in (tmp_path / "pretrained").iterdir()] == ["last"]
 
 
+def test_an_export_that_failed_for_a_moment_is_tried_again(tmp_path: Path) -> None:
+    made = model()
+    failures = [(4, "best"), (12, "last")]
+
+    def full_once(folder: Path) -> None:
+        for failure in failures:
+            if run.state.iteration == failure[0] and folder.name.endswith(failure[1]):
+                failures.remove(failure)
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    made.on_save = full_once
+    exporter = HuggingFaceExporter(tmp_path, metric="val/loss")
+    run = trainer(exporter, made=made)
+    values = run.train()["val/loss"]
+    assert values[0] == min(values), "else the failed export would be replaced in any case"
+    assert facts(tmp_path, "best")["value"] == exporter.best_value == min(values[1:])
+    assert facts(tmp_path, "last")["iteration"] == 12, "the end writes what the last epoch could not"
+    assert not failures
+
+
 def test_a_process_that_ends_while_it_replaces_a_folder_loses_nothing(tmp_path: Path) -> None:
     def make(made: Model, epochs: int) -> Trainer:
         return trainer(Checkpointer(tmp_path), HuggingFaceExporter(tmp_path, every=None), epochs=epochs, made=made)
@@ -148,7 +168,7 @@ def test_a_process_that_ends_while_it_replaces_a_folder_loses_nothing(tmp_path: 
 
 def test_a_new_run_does_not_begin_where_one_has_exported(tmp_path: Path) -> None:
     trainer(HuggingFaceExporter(tmp_path), epochs=1).train()
-    with pytest.raises(RunFolderError, match="holds a run already"):
+    with pytest.raises(RunFolderError, match="already holds a run"):
         trainer(HuggingFaceExporter(tmp_path), epochs=1).train()
     assert facts(tmp_path, "last")["iteration"] == 4
 

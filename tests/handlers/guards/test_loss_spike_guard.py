@@ -24,3 +24,17 @@ def test_many_losses_at_once_are_judged_as_one_by_one(seed: int):
     found = [*batched.steps(losses[:half]), *batched.steps(losses[half:])]
     assert found == expected
     assert repr(batched.state_dict()) == repr(single.state_dict())
+
+
+def test_few_windows_are_sorted_in_vain_where_many_losses_are_spikes(monkeypatch: pytest.MonkeyPatch):
+    losses = 1 + np.random.default_rng(0).laplace(scale=0.1, size=20_000)
+    guard, judged = LossSpikeGuard(2.0), list[int]()
+    real = guard._pass
+
+    def counting(part: np.ndarray) -> int:
+        judged.append(len(part))
+        return real(part)
+
+    monkeypatch.setattr(guard, "_pass", counting)
+    assert guard.steps(losses).mean() > 0.05
+    assert sum(judged) < len(losses)

@@ -139,6 +139,25 @@ def test_what_a_clock_has_measured_is_in_no_checkpoint(tmp_path):
     assert states[0] == states[1]
 
 
+@pytest.mark.parametrize("again", [{}, {"tokens_per_second": 11.0}])
+def test_a_row_that_a_resume_logs_again_with_another_throughput_or_none_is_one_row(tmp_path, again):
+    engine, point = make_engine(), {"train/loss": 1.0, "learning_rate": 0.5}
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"train/loss": 1.0})
+    half = logger.state_dict()
+    at(engine, 1, 1, {**point, "tokens_per_second": 10.0})
+    whole = logger.state_dict()
+    for saved in (half, whole):
+        engine = make_engine()
+        resumed = CSVLogger(tmp_path).attach(engine)
+        loaded(resumed, engine, 1, saved)
+        at(engine, 1, 1, {**point, **again})
+        assert resumed.state_dict() == whole
+        assert rows(tmp_path)[1:] == [["1", "1", "1.0", "0.5", "10.0"]]
+    at(engine, 1, 2, {"train/loss": 1.0, "tokens_per_second": 12.0})
+    assert rows(tmp_path)[2:] == [["2", "1", "1.0", "", "12.0"]]
+
+
 def test_a_checkpoint_of_an_older_version_counts_only_rows(tmp_path):
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)
@@ -182,7 +201,12 @@ def test_engines_of_one_bus_share_no_row(tmp_path):
     CSVLogger(tmp_path).attach(one.bus)
     at(one, 1, 1, {"a": 1.0})
     at(other, 1, 1, {"b": 2.0})
-    assert rows(tmp_path)[1:] == [["1", "1", "1.0", ""], ["1", "1", "", "2.0"]]
+    at(other, 1, 1, {"a": 3.0})
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "trainer/a", "other/b", "other/a"],
+        ["1", "1", "1.0", "", ""],
+        ["1", "1", "", "2.0", "3.0"],
+    ]
 
 
 def test_a_row_that_has_been_changed_by_others_is_not_overwritten(tmp_path):

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import Events, Every, Phase, SupervisedStrategy
+from pulsetrain.engine import EventBus, Events, Every, Phase, SupervisedStrategy
+from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.events.payloads import MediaLogged, MetricsLogged
 from pulsetrain.handlers import Checkpointer, CSVLogger, JSONLinesLogger
 
@@ -82,3 +83,41 @@ def test_a_run_that_failed_and_was_resumed_has_logged_what_one_did_that_never_fa
     assert lines == expected_lines
     assert [row["iteration"] for row in table if row["val/loss"]] == ["20", "30"]
     assert [row["iteration"] for row in table if row["train/loss"] and row["norm of the epoch"]] == ["10", "30"]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger])
+def test_a_trainer_of_a_bus_that_resumes_leaves_the_rows_of_the_other_trainers(tmp_path, kind):
+    def two():
+        bus = EventBus()
+        trainers = [
+            Trainer(
+                nn.Linear(4, 1),
+                [(torch.ones(8, 4), torch.ones(8, 1))] * 2,
+                strategy=SupervisedStrategy("mse"),
+                config=TrainingConfig(max_epochs=2, optimizer="sgd", learning_rate=0.01, log_every_n_steps=1, seed=3),
+                name=name,
+                bus=bus,
+                handlers=[Checkpointer(tmp_path / name)],
+            )
+            for name in ("one", "two")
+        ]
+        return *trainers, kind(tmp_path).attach(bus)
+
+    def iterations():
+        lines = logger.read_lines()
+        return [
+            (name, logger.iteration_of(each)) for each in lines for name in ("one", "two") if logger.is_of(each, name)
+        ]
+
+    one, other, logger = two()
+    one.train()
+    other.train()
+    rows = iterations()
+    assert [row for row in rows if row[0] == "one"] == [("one", each) for each in (1, 2, 3, 4)]
+    checkpoint = find_checkpoints(tmp_path / "one" / "checkpoints")[0]
+    one, other, logger = two()
+    with capture_logs() as logs:
+        one.train(resume=checkpoint)
+    assert not [line for line in logs if line["event"].startswith("metrics.")]
+    others = [("two", each) for each in (1, 2, 3, 4)]
+    assert iterations() == [("one", 1), ("one", 2), *others, ("one", 3), ("one", 4)]

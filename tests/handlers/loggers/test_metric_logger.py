@@ -222,3 +222,16 @@ def test_no_logger_waits_for_the_device_between_log_points(tmp_path):
     count, logged = reads(tmp_path / "b", Every(iterations=20))
     assert logged == 2
     assert count <= 2 * 5  # once a logger and reading, at most
+
+
+def test_a_run_that_continues_after_an_interrupt_is_closed_at_its_end():
+    engine = make_engine()
+    evaluator = Engine(lambda engine, batch: None, name="evaluator", bus=engine.bus)
+    evaluator.add_event_handler(Events.STARTED, lambda: log(evaluator, {"b": 1.0}))
+    log_each_iteration(engine, lambda i: {"a": 1.0})
+    logger = Noting().attach(engine.bus)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.interrupt)
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0], max_epochs=1))
+    for _ in range(4):
+        engine.run([0, 1], max_epochs=2)
+    assert [call for call in logger.calls if isinstance(call, str)] == 2 * ["open", "interrupted", "open", "finished"]

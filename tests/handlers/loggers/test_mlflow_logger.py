@@ -10,6 +10,7 @@ import time
 import urllib.request
 import warnings
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     mlflow = pytest.importorskip("mlflow")
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # mlflow and what it imports warn of their own affairs
@@ -159,6 +161,45 @@ def test_a_hyperparameter_that_is_refused_costs_nothing_else(server, experiment)
     run = client.get_run(logger.run_id)
     assert run.data.params == {"before": "1", "after": "3", "same_name": "5"}
     assert (run.info.status, history(client, logger.run_id, "a")) == ("FINISHED", [(1, 1.0), (2, 2.0)])
+
+
+class Strict:
+    """A client of a service that refuses names of more than 250 characters; notes what it accepts."""
+
+    def __init__(self):
+        self.accepted = []
+
+    def search_runs(self, *arguments, **options):
+        return []
+
+    def create_run(self, *arguments, **options):
+        return SimpleNamespace(info=SimpleNamespace(run_id="1"), data=SimpleNamespace(params={}))
+
+    def update_run(self, run, status):
+        self.accepted.append(status)
+
+    def set_terminated(self, run, status, end_time):
+        self.accepted.append(status)
+
+    def log_batch(self, run, params=(), metrics=()):
+        if any(len(each.key) > 250 for each in params):
+            raise mlflow.MlflowException("too long", error_code=INVALID_PARAMETER_VALUE)
+        self.accepted += [each.key for each in params] + [(each.key, each.step) for each in metrics if each.key == "a"]
+
+
+def test_several_hyperparameters_that_are_refused_cost_nothing_else(monkeypatch):
+    client, engine = Strict(), make_engine()
+    log_each_iteration(engine, lambda i: {"a": float(i)})
+    settings = {"before": 1, "x" * 300: 2, "y" * 300: 3, "z" * 300: 4, "after": 5}
+    logger = MLflowLogger(hyperparameters=settings, flush_seconds=30).attach(engine)
+    monkeypatch.setattr(logger, "_connect_client", lambda: (client, "0"))
+    failed = []
+    engine.add_event_handler(Events.HANDLER_FAILED, lambda engine, event: failed.append(event.payload.handler))
+    with capture_logs() as logs:
+        engine.run([0] * 2, max_epochs=1)
+    assert [entry["event"].partition(";")[0] for entry in logs] == ["MLflowLogger: the service rejects an entry"]
+    assert client.accepted == ["before", "after", "RUNNING", ("a", 1), ("a", 2), "FINISHED"]
+    assert failed == ["pulsetrain.handlers.MLflowLogger"]
 
 
 def test_a_resumed_run_continues_in_the_same_run(server, experiment):

@@ -176,3 +176,20 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
         ConfigurationError, match=r"TensorBoardLogger: cannot .* pip install 'pulsetrain\[tensorboard\]'"
     ):
         TensorBoardLogger(tmp_path)
+
+
+def test_a_run_that_returns_to_a_checkpoint_hides_what_it_discards(tmp_path):
+    engine, rewinds = make_engine(), []
+    log_each_iteration(engine, lambda i: {"a": i + 10.0 * len(rewinds)})
+    TensorBoardLogger(tmp_path).attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED(once=4))
+    def rewind():
+        if not rewinds:
+            rewinds.append(engine.state.iteration)
+            engine.state.iteration = 2
+            engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="somewhere", iteration=2))
+
+    engine.run([0] * 6, max_iters=4)
+    assert rewinds == [4]
+    assert scalars(tmp_path, "a") == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import threading
 
 import pytest
 import torch
@@ -188,3 +189,48 @@ def test_a_run_that_is_terminated_leaves_a_closed_log_and_no_lock(tmp_path, skip
     assert types(tmp_path)[-1] == ("terminate" if skip_completed else "completed")
     LogWriter(tmp_path / "events").close()
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "events"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_continues_after_an_interrupt_closes_its_log(tmp_path, fails):
+    engine = make_engine(lambda i: 1 / (i != 3 or not fails))
+    EventRecorder(tmp_path, every=10).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.interrupt)
+    engine.run([0, 1, 2], max_epochs=1)
+    assert engine.is_paused
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        engine.run([0, 1, 2], max_epochs=1)
+    assert types(tmp_path)[-1] == ("exception_raised" if fails else "completed")
+    assert EventLog(tmp_path).ended
+    assert "pulsetrain-stall-watch" not in _thread_names()
+
+
+def test_a_run_that_continues_after_an_interrupt_is_watched_for_stalls(tmp_path):
+    engine = make_engine()
+    EventRecorder(tmp_path).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
+    engine.run([0, 1, 2], max_epochs=1)
+    watched = []
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: watched.append("pulsetrain-stall-watch" in _thread_names())
+    )
+    engine.run([0, 1, 2], max_epochs=1)
+    assert watched == [True, True]
+
+
+def test_an_evaluator_in_a_run_that_continues_does_not_close_its_log(tmp_path):
+    engine = make_engine()
+    evaluator = Engine(lambda engine, batch: None, name="evaluator", bus=engine.bus)
+    EventRecorder(tmp_path).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.interrupt)
+    engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0], max_epochs=1))
+    ended = []
+    engine.add_event_handler(Events.COMPLETED, lambda: ended.append(EventLog(tmp_path).ended))
+    engine.run([0, 1], max_epochs=1)
+    engine.run([0, 1], max_epochs=1)
+    assert ended == [False]
+    assert EventLog(tmp_path).ended
+
+
+def _thread_names():
+    return [each.name for each in threading.enumerate()]

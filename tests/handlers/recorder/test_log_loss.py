@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import nn
 from pulsetrain import Trainer, TrainingConfig, verify
 from pulsetrain.cli import main
 from pulsetrain.engine import Events, Every, SupervisedStrategy
-from pulsetrain.engine.recording import EventLog, diff
+from pulsetrain.engine.recording import EventLog, LogWriter, diff
 from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.scan import scan
 from pulsetrain.handlers import Checkpointer, EventRecorder, NaNGuard
@@ -257,3 +258,24 @@ def test_copies_and_continuations_of_a_run_show_no_damage(tmp_path: Path):
     resumed(tmp_path / "copy")
     for each in ("run", "copy", "elsewhere"):
         assert EventLog(tmp_path / each).verify() == []
+
+
+def test_a_resume_whose_place_a_full_disk_could_not_seal_is_compared_and_counts_each_event_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    killed(tmp_path, 520)
+    seal = LogWriter.seal
+
+    def fail_once(writer: LogWriter) -> None:
+        monkeypatch.setattr(LogWriter, "seal", seal)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LogWriter, "seal", fail_once)
+    logs = resumed(tmp_path)
+    assert LogWriter.seal is seal
+    assert [each["event"] for each in logs if each["event"].startswith("resumed")] == [
+        "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit"
+    ]
+    log = EventLog(tmp_path)
+    assert [each.iteration for each in log.read(event="iteration_completed")] == [*range(1, ITERATIONS + 1)]
+    assert log.verify() == []

@@ -25,7 +25,7 @@ def test_a_new_run_in_a_folder_that_holds_one_is_refused_with_the_remedies(first
     with pytest.raises(RunFolderError) as refused:
         make(tmp_path, RECORDING[second]).train()
     assert files(tmp_path) == before
-    assert "holds a run already" in str(refused.value)
+    assert "already holds a run" in str(refused.value)
     assert "resume='latest'" in str(refused.value)
     assert "choose another folder" in str(refused.value)
 
@@ -35,7 +35,7 @@ def test_a_log_of_a_newer_version_is_a_run_too(tmp_path: Path, monkeypatch: pyte
         patch.setattr("pulsetrain.engine.recording.log.writer.FORMAT", 99)
         make(tmp_path, EventRecorder).train()
     before = files(tmp_path)
-    with pytest.raises(RunFolderError, match="holds a run already"):
+    with pytest.raises(RunFolderError, match="already holds a run"):
         make(tmp_path, CSVLogger).train()
     assert files(tmp_path) == before
 
@@ -84,7 +84,7 @@ def test_engines_without_a_trainer_follow_the_same_rule(tmp_path: Path):
         engine.run([1, 2, 4])
 
     run()
-    with pytest.raises(RunFolderError, match="holds a run already"):
+    with pytest.raises(RunFolderError, match="already holds a run"):
         run()
 
 

@@ -172,6 +172,57 @@ def test_metrics_of_torchmetrics_and_values_of_hooks_are_logged(tmp_path: Path):
     assert found.history["val/loss"][-1] > 0
 
 
+class ByStep(Classifier):
+    """Logs metrics of torchmetrics by step, by step and epoch, and one that is only updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics.classification import MulticlassAccuracy
+
+        self.of_step, self.of_both, self.updated = (MulticlassAccuracy(3, average="micro") for _ in range(3))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        self.seen.append(int(self.of_step._update_count))
+        self.of_step(outputs, batch[1])
+        self.log("acc", self.of_step)
+        self.of_both(outputs, batch[1])
+        self.log("both", self.of_both, on_step=True, on_epoch=True)
+        self.updated.update(outputs, batch[1])
+        self.log("updated", self.updated, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_metrics_of_torchmetrics_by_step_have_the_values_and_names_of_lightning(tmp_path: Path):
+    names = ("acc", "both_step", "both_epoch", "updated_step", "updated_epoch")
+    expected: list[dict[str, float]] = []
+    found: list[dict[str, float]] = []
+
+    class Collect(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            expected.append({name: float(value) for name, value in trainer.callback_metrics.items() if name in names})
+
+    other, own = ByStep(), ByStep()
+    lightning_trainer = theirs(other, tmp_path, callbacks=[Collect()])
+    config = TrainingConfig(max_epochs=EPOCHS, device="cpu", progress=False, seed=0)
+    trainer = from_lightning(own, loader(), loader(2, 3), config=config)
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def collect(engine: Any) -> None:
+        found.append({name: float(value) for name, value in engine.state.metrics.items() if name in names})
+
+    trainer.train()
+    by_step = [{name: each[name] for name in ("acc", "both_step")} for each in expected]
+    assert [{name: each[name] for name in ("acc", "both_step")} for each in found] == by_step
+    assert len({each["acc"] for each in found}) > 2
+    assert own.seen == other.seen  # the metric starts again in each epoch
+    for name in ("both_epoch", "updated_epoch"):
+        assert float(trainer.state.metrics[name]) == pytest.approx(float(lightning_trainer.callback_metrics[name]))
+    assert "updated_step" not in trainer.state.metrics
+    assert "updated_step" not in lightning_trainer.callback_metrics
+
+
 def test_a_copy_of_the_module_makes_its_own_steps():
     module = Classifier()
     trainer = ours(module, max_epochs=1)
@@ -288,6 +339,23 @@ class TestRefused:
         module = Classifier("plateau")
         with pytest.raises(ConfigurationError, match="follows 'val_loss', which nothing has logged"):
             ours(module, val=False)
+
+
+def test_a_step_may_name_its_arguments_as_it_likes():
+    class Named(Classifier):
+        def training_step(self, samples: Any, number: int) -> Any:
+            numbers.append(number)
+            return super().training_step(samples, number)
+
+    class Any_(Classifier):
+        def training_step(self, *arguments: Any) -> Any:
+            numbers.append(arguments[1])
+            return super().training_step(*arguments)
+
+    for kind in (Named, Any_):
+        numbers: list[int] = []
+        ours(kind(), max_epochs=1)
+        assert numbers == list(range(BATCHES))
 
 
 def test_events_of_updates_name_the_optimizer():

@@ -60,8 +60,13 @@ def test_if_nothing_is_bad_there_is_no_cause():
     assert causes(range(4), Judge()) == []
 
 
+def line(size: int) -> dict[int, list[int]]:
+    """A history without branches."""
+    return {each: [each - 1] for each in range(size)}
+
+
 @pytest.mark.parametrize("size", range(1, 12))
-def test_the_first_bad_one_of_a_sequence(size: int):
+def test_the_first_bad_one_of_a_line(size: int):
     for bad in range(size):
         asked = []
 
@@ -69,7 +74,7 @@ def test_the_first_bad_one_of_a_sequence(size: int):
             asked.append(each)
             return Verdict.BAD if each >= bad else Verdict.GOOD
 
-        assert first_bad(range(size), judge) == ([bad], [])
+        assert first_bad(line(size), judge) == ([bad], [])
         assert len(asked) <= size.bit_length()
 
 
@@ -79,4 +84,36 @@ def test_neighbours_that_fail_leave_several_suspects():
             return Verdict.UNRESOLVED
         return Verdict.BAD if each >= 4 else Verdict.GOOD
 
-    assert first_bad(range(8), judge) == ([3, 4, 5], [3, 4])
+    assert first_bad(line(8), judge) == ([3, 4, 5], [3, 4])
+
+
+@pytest.mark.parametrize("cause", ["a1", "a2", "b1", "merge"])
+@pytest.mark.parametrize("order", [("a1", "b1", "a2"), ("a1", "a2", "b1"), ("b1", "a1", "a2")])
+def test_an_innocent_commit_of_another_branch_is_not_named(order: tuple[str, ...], cause: str):
+    parents = {"a1": ["good"], "a2": ["a1"], "b1": ["good"], "merge": ["a2", "b1"]}
+    after = {"a1": {"a1", "a2", "merge"}, "a2": {"a2", "merge"}, "b1": {"b1", "merge"}, "merge": {"merge"}}
+    history = {each: parents[each] for each in (*order, "merge")}
+    assert first_bad(history, lambda each: Verdict.BAD if each in after[cause] else Verdict.GOOD) == ([cause], [])
+
+
+@given(st.data())
+def test_the_first_bad_one_of_any_history(data: st.DataObject):
+    size = data.draw(st.integers(1, 24))
+    parents = {
+        each: data.draw(st.lists(st.integers(0, each - 1), min_size=1, max_size=2)) if each else []
+        for each in range(size)
+    }
+    heads = [each for each in range(size) if not any(each in parents[other] for other in range(size))]
+    parents[size] = heads
+    cause = data.draw(st.integers(0, size))
+    bad = {cause}
+    for each in range(cause + 1, size + 1):
+        bad |= {each} if bad & set(parents[each]) else set()
+    judged: list[int] = []
+
+    def judge(each: int) -> Verdict:
+        judged.append(each)
+        return Verdict.BAD if each in bad else Verdict.GOOD
+
+    assert first_bad(parents, judge) == ([cause], [])
+    assert len(set(judged)) == len(judged) <= size

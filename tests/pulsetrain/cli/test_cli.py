@@ -33,6 +33,27 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+CONFUSION = """
+    import torch
+    from pulsetrain import Events
+
+    class Confusion:
+        def attach(self, engine):
+            self.handle = engine.add_event_handler(Events.COMPLETED, self.put)
+            return self
+
+        def detach(self):
+            self.handle.remove()
+
+        def put(self, engine):
+            engine.state.metrics |= {"matrix": torch.eye(2), "text": "good", "list": [1.0], "none": None}
+            engine.state.metrics |= {"one": torch.tensor([0.5]), "whole": 3}
+
+        def summary(self, columns):
+            return ", ".join(columns)
+"""
+
+
 class TestResults:
     def test_a_run_says_where_it_is_and_what_came_out(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert train() == 0
@@ -68,6 +89,16 @@ class TestResults:
             _, _, words = rows[name].partition("pulsetrain ")
             assert words == f"{name} runs/tiny-1"
             assert main(shlex.split(words)) == 0
+
+    def test_the_summary_leaves_out_what_is_not_a_number(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("confusion.py").write_text(textwrap.dedent(CONFUSION))
+        assert train("--handlers=[confusion.Confusion]") == 0
+        rows = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
+        assert (rows["one"], rows["whole"]) == ("0.5000", "3.0000")
+        assert not {"matrix", "text", "list", "none"} & set(rows)
+        assert "run folder" in rows
 
     def test_a_final_state_that_could_not_be_saved_has_an_exit_status(
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -171,10 +202,10 @@ BAD = {
     "a configured URL": ("--resume latest --run=s3://b/run-{n}", "Checkpoints may be elsewhere: give the URL to the"),
     "a checkpoint's URL": ("--resume nothing://x", "folder 'nothing://x': Protocol not known: nothing; use a path"),
     "no checkpoint there": ("--resume memory://x/000000001-a", "memory://x/000000001-a"),
-    "no checkpoint at a file's URL": ("--resume file:///nowhere", "/nowhere: no checkpoint there: it does not exist; "),
-    "a run": ("--run old", "run folder old: already holds a run, and nothing is overwritten; resume it by"),
-    "no checkpoint": ("--resume nowhere", "nowhere: no checkpoint there: it does not exist; name the folder of a "),
-    "latest misspelt": ("--resume lates", "lates: no checkpoint there: it does not exist; name the folder of a "),
+    "no checkpoint at a file's URL": ("--resume file:///nowhere", "/nowhere: does not exist; "),
+    "a run": ("--run old", "run folder old: already holds a run, which is not overwritten; resume it by"),
+    "no checkpoint": ("--resume nowhere", "nowhere: does not exist; pass a checkpoint's folder"),
+    "latest misspelt": ("--resume lates", "lates: does not exist; pass a checkpoint's folder"),
     "the nearest of latest and best": ("--resume bets", "; did you mean 'best'?"),
     "deep folder": ("--run a/b/c --handlers [CSVLoger]", "unknown name"),
     "shapes": ("--data.init_args.features 3", "shapes cannot be multiplied"),

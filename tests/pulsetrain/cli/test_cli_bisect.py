@@ -18,9 +18,8 @@ import pytest
 
 from pulsetrain.bisect import trials as trials_module
 from pulsetrain.bisect.commits import _paths
-from pulsetrain.bisect.trials import Trials, _yaml, read_pair
+from pulsetrain.bisect.trials import Trials, read_pair
 from pulsetrain.cli import main
-from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.reproduce.processes import processes_of
@@ -125,6 +124,8 @@ def test_killed_half_way_the_same_command_continues(base: Path):
     found = json.loads(pulsetrain(*command[3:], cwd=base).stdout)
     assert found["causes"] == [["training.learning_rate"]]
     assert (base / "runs/bad-bisect/good.ended").stat().st_mtime_ns == first
+    straight = json.loads(pulsetrain(*command[3:], "--into", "straight", cwd=base).stdout)
+    assert [each["value"] for each in found["runs"]] == [each["value"] for each in straight["runs"]]
     answer = pulsetrain("bisect", "runs/good", "runs/bad", "--iterations", "8", cwd=base, status=2)
     assert "holds the runs of another question" in answer.stderr
 
@@ -201,7 +202,11 @@ def test_the_run_that_a_killed_search_had_started_is_waited_for(held: Path):
     (held / "hold").unlink()
     printed, errors = again.communicate()
     assert again.returncode == 0, errors
-    assert json.loads(printed)["causes"] == [["training.learning_rate"]]
+    found = json.loads(printed)
+    assert found["causes"] == [["training.learning_rate"]]
+    words = ("bisect", "runs/good", "runs/bad", "--iterations", "8", "--into", "straight", "--format", "json")
+    straight = json.loads(pulsetrain(*words, cwd=held).stdout)
+    assert [each["value"] for each in found["runs"]] == [each["value"] for each in straight["runs"]]
 
 
 @pytest.mark.exhaustive
@@ -349,11 +354,56 @@ def test_nothing_is_worse_than_nan_or_infinity(tmp_path: Path, good: float, monk
     a, b = (write_run(tmp_path / name, [1.0], rate=rate) for name, rate in (("a", 0.1), ("b", 0.2)))
     pair = read_pair(a, b, None)
     monkeypatch.setattr(
-        trials_module, "summarize", lambda folder: SimpleNamespace(last={"val/loss": float(folder.name)})
+        trials_module, "summarize", lambda folder: SimpleNamespace(last={"val/loss": float(folder.name)}, iteration=8)
     )
     said = f"val/loss is {good} with the settings of"
     with Trials(pair, tmp_path / "into", 8) as trials, pytest.raises(ConfigurationError, match=said):
         trials.controls_of(lambda value: trials.add(str(value), "", lambda folder: ""), (good, 0.5))
+
+
+@pytest.mark.parametrize("iterations", [5, 10])
+def test_where_each_run_was_judged_is_printed_and_a_difference_of_the_controls_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, iterations: int
+):
+    """As with validations after each epoch and another batch size."""
+    for name, rate in (("a", 0.1), ("c", 0.2)):
+        write_run(tmp_path / name, [1.0, rate], rate=rate)
+
+    def train(trials: Trials, folder: Path, words: Any) -> str:
+        is_bad = folder.name == "bad"
+        write_run(folder, [0.9, 2.0] if is_bad else [0.9, 0.5], iterations=iterations if is_bad else 5, epochs=2)
+        return ""
+
+    monkeypatch.setattr(Trials, "run", train)
+    monkeypatch.chdir(tmp_path)
+    assert main(["bisect", "a", "c", "--format", "json"]) == 0
+    printed, errors = capsys.readouterr()
+    found = json.loads(printed)
+    assert [(each["settings"], each["iteration"]) for each in found["runs"]] == [
+        ("none", 10), ("all 1", 2 * iterations)
+    ]  # fmt: skip
+    assert f"bad: 2 at iteration {2 * iterations}, worse  (all 1)" in errors
+    warning = "c-bisect/good was judged at iteration 10, c-bisect/bad at 20: their lengths differ"
+    assert (warning in errors) is (iterations == 10)
+    assert main(["bisect", "a", "c"]) == 0
+    assert f"c-bisect/bad   2         worse  {2 * iterations}         all 1\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "text"), [(math.nan, "NaN"), (math.inf, "Infinity")])
+def test_json_has_values_that_are_not_finite_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: float, text: str
+):
+    for name, rate in (("a", 0.1), ("c", 0.2)):
+        write_run(tmp_path / name, [1.0, rate], rate=rate)
+
+    def train(trials: Trials, folder: Path, words: Any) -> str:
+        write_run(folder, [0.9, value if folder.name == "bad" else 0.5])
+        return ""
+
+    monkeypatch.setattr(Trials, "run", train)
+    assert main(["bisect", str(tmp_path / "a"), str(tmp_path / "c"), "--format", "json"]) == 0
+    runs = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["runs"]
+    assert [each["value"] for each in runs] == [0.5, text]
 
 
 def test_the_folder_of_a_run_that_is_named_by_dots(
@@ -376,8 +426,3 @@ def test_modules_are_looked_up_in_the_checkout_where_they_are_in_the_repository(
     monkeypatch.setattr(sys, "path", ["", *map(str, (repository / "src", repository / ".venv", elsewhere))])
     found = _paths(repository, checkout, Path("project"))
     assert found == [checkout / "project", checkout, checkout / "src"]
-
-
-def test_settings_are_written_as_the_command_line_reads_them():
-    for value in (1e-5, math.inf, -math.inf, "1e-5", "yes", "a: b", None, [1e-7, math.inf], {"a b": {"c": -math.inf}}):
-        assert load_yaml(_yaml(value)) == value

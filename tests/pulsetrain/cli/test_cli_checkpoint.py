@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from pulsetrain.cli import main
 from pulsetrain.engine import Every
 from pulsetrain.engine.checkpoint import load_safetensors
-from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers import EMA, Checkpointer
 from tests.support.models import pairs
 from tests.support.runs_of_ranks import make
 
@@ -49,6 +50,27 @@ def test_the_weights_of_the_latest_checkpoint_are_one_file(trained: nn.Module, t
     assert not load_safetensors(model, file)
     for name, each in trained.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], each, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("command", [["checkpoint", "consolidate"], ["export", "--format", "safetensors"]])
+def test_the_weights_are_those_that_were_validated_or_those_that_were_trained(
+    command: list[str], tmp_path: Path, capsys: Any
+):
+    average, data, run = EMA(0.9), DataLoader(pairs(16), 4), tmp_path / "run"
+    made = make(Tied(), data, Checkpointer(run, Every(epochs=1)), average, val_loader=data)
+    made.train()
+    with average.applied():
+        averaged = copy.deepcopy(made.model.state_dict())
+    for number, (words, weights) in enumerate([([], averaged), (["--no-averages"], made.model.state_dict())]):
+        file, model = tmp_path / f"{number}.safetensors", Tied()
+        capsys.readouterr()
+        assert main([*command, str(run), "--into", str(file), *words]) == 0
+        out, err = capsys.readouterr()
+        assert len(out.splitlines()) == 1
+        assert ("loading the averages" in err) is not bool(words)
+        load_safetensors(model, file)
+        for name, each in weights.items():
+            torch.testing.assert_close(model.state_dict()[name], each, rtol=0, atol=0)
 
 
 def test_an_existing_file_is_kept_unless_forced(trained: nn.Module, tmp_path: Path, capsys: Any):

@@ -104,3 +104,8 @@ def test_runs_that_cannot_be_compared_give_2_and_one_line(logs, words, output, c
     assert said.out == ""
     assert output in said.err
     assert said.err.count("\n") == 1
+
+
+def test_ranks_are_compared_without_first(logs, capsys):
+    assert main(["diff", logs[0], "--ranks", "--first"]) == 2
+    assert "diff --ranks: always shows the first difference alone; leave --first out" in capsys.readouterr().err

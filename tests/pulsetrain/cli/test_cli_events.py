@@ -234,6 +234,19 @@ class TestDamage:
         assert main(["events", folder, "--check"]) == 0
         assert "12 events, ended; no damage" in capsys.readouterr().out
 
+    @pytest.mark.parametrize(
+        "option",
+        [
+            "--engine=trainer", "--event=started", "--from=0", "--to=0", "--epoch=1", "--where=seq > 1", "--fields=seq",
+            "--format=json", "--follow", "--superseded",
+        ],
+    )  # fmt: skip
+    def test_check_takes_no_options_about_events(self, folder, option, capsys):
+        assert main(["events", folder, "--check", option]) == 2
+        said = capsys.readouterr()
+        rule = f"--check: reads the whole log and prints no events; leave {option.partition('=')[0]} out"
+        assert (said.out, rule in said.err) == ("", True)
+
     def test_check_accepts_a_log_that_was_not_closed(self, tmp_path, capsys):
         writer = Writer(tmp_path)
         writer.add("trainer", "started", 0, 0)

@@ -112,6 +112,16 @@ def test_a_new_project_trains_and_its_tests_pass(tmp_path: Path):
     assert "3 passed" in run("pytest", "-q")
 
 
+def test_init_says_what_the_project_needs_and_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["init", str(tmp_path / "digits")]) == 0
+    train, _, test = capsys.readouterr().out.splitlines()[1:]
+    assert train == f"train:   cd {tmp_path}/digits && pip install scikit-learn && pulsetrain train config.yaml"
+    assert test == f"test:    cd {tmp_path}/digits && pytest"
+
+
 def test_init_does_not_touch_a_folder_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["init", str(tmp_path)]) == 2
     assert "choose another NAME" in capsys.readouterr().err

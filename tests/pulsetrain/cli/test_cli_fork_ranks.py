@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,20 @@ def test_a_fork_is_made_in_the_number_of_processes_that_is_asked_for(
 ):
     assert [status for status, _ in by_two(TRAIN)] == [0, 0]
     started: list[Any] = []
-    monkeypatch.setattr("pulsetrain.cli.fork.launch_once", lambda *given: started.append(given) or 0)
+
+    def launch(*given: Any) -> int:
+        started.append(given)
+        Path("runs/b").mkdir()
+        shutil.copy("runs/a/config.yaml", "runs/b")
+        return 0
+
+    monkeypatch.setattr("pulsetrain.cli.fork.launch_once", launch)
     for words, said in (
         ([], "runs/a: was trained by 2 processes after iteration 6; fork it in as many, --launch.nproc 2"),
         (["--launch.nproc=none"], "needs a number of processes"),
         (["--launch.nproc=2", "--skip-batches=x"], "--skip-batches x: needs an iteration"),
         (["--launch.nproc=2", "--training.seed=4"], "--set training.seed: cannot be changed in a fork"),
-        (["--launch.nproc=2", "--into=runs/a"], "--into runs/a: holds a run already"),
+        (["--launch.nproc=2", "--into=runs/a"], "--into runs/a: already holds a run"),
     ):
         assert main([*FORK, *words]) == 2, words
         assert said in capsys.readouterr().err

@@ -52,6 +52,11 @@ CASES = {
         "--training.schedule multi_step --training.schedule_options.milestones [4,2]",
         "training.schedule_options.milestones=[4, 2]: needs ascending milestones; sort them",
     ),
+    "milestones in the warm-up": (
+        "--training.schedule multi_step --training.schedule_options.milestones [2,4] --training.warmup_steps 2",
+        "training.schedule_options.milestones=[2, 4]: counts from the start of the run, and is not after "
+        "training.warmup_steps=2",
+    ),
     "min_lr": (
         "--training.schedule cosine --training.schedule_options.min_lr 0.5",
         "training.schedule_options.min_lr=0.5: is above training.learning_rate=0.01",

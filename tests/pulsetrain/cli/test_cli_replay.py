@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pulsetrain.cli import main
 from pulsetrain.cli.replay import parse_handler
 from pulsetrain.engine import ConfigurationError, Events
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from tests.support.programs import Program
 
 LOSSES = [4.0, 3.0, 3.5, 3.25, 2.0, 2.5, 2.75]
@@ -31,7 +33,7 @@ def record(folder: Path, losses: list[float] = LOSSES, rank: int = 0) -> Path:
 
     add(Events.STARTED, 0)
     for epoch, loss in enumerate(losses, start=1):
-        metrics = {"val/loss": loss}
+        metrics = {"val/loss": finite_or_text(loss)}
         add(Events.EPOCH_COMPLETED, epoch, metrics=metrics)
         add(Events.VALIDATION_STARTED, epoch)
         add(Events.VALIDATION_COMPLETED, epoch, payload={"metrics": metrics}, observed={"seconds": 0.5})
@@ -76,6 +78,12 @@ def test_the_table_says_where_the_best_and_how_much(recorded: Path, capsys: pyte
     assert stopped.split()[-3:] == ["3", "30", "(43%)"]
     assert "nowhere in 70 iterations" in continued
     assert continued.split()[-2:] == ["2", "-"]
+
+
+def test_json_has_a_best_value_that_is_not_finite_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(tmp_path / "a", [math.inf, math.nan])
+    assert main(["replay", str(run), "--handler", "early_stopping:patience=3", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["best"] == "Infinity"
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,15 @@ def test_prune_shows_first_and_keeps_the_newest_the_best_and_what_forks_were_mad
     assert main(["prune", str(runs), "--yes", "--keep-last", "0"]) == 2
 
 
+def test_prune_keeps_what_forks_were_made_from_when_the_run_was_moved(runs: Path):
+    manager = CheckpointManager(runs / "a" / "checkpoints", keep_last_n=100)
+    for step in (5, 10, 15):
+        manager.save({"step": step}, "x", step=step)
+    (runs / "a").rename(runs / "moved")
+    assert main(["prune", str(runs), "--yes"]) == 0
+    assert checkpoints(runs / "moved") == [5, 15]
+
+
 def test_prune_leaves_out_recent_runs_and_runs_in_progress(runs: Path, monkeypatch: pytest.MonkeyPatch):
     going = write_run(runs / "going", [1.0], None, closed=False)
     (going / ".owner").write_text('{"pid": 1, "processes": ""}')  # of another host, as far as is known
@@ -189,3 +198,28 @@ def test_nothing_is_pruned_from_a_run_of_a_newer_version(runs: Path, capsys: pyt
     (runs / "a" / "run.json").write_text('{"format": 99, "id": "a"}')
     assert main(["prune", str(runs), "--yes"]) == 0
     assert checkpoints(runs / "a") == [1, 2]
+
+
+def test_prune_makes_no_folder(runs: Path):
+    before = sorted(runs.rglob("*"))
+    assert main(["prune", str(runs)]) == 0
+    assert [each for each in sorted(runs.rglob("*")) if each not in before and each.name == "checkpoints"] == []
+
+
+@pytest.mark.parametrize("asked", [[], ["--yes"]])
+def test_prune_names_a_run_that_it_cannot_read_and_continues(
+    asked: list[str], runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("a", "b"):
+        manager = CheckpointManager(runs / name / "checkpoints", keep_last_n=100)
+        for step in (1, 2):
+            manager.save({}, "x", is_best=step == 1, step=step)
+    for each in (runs / "a" / "checkpoints").glob("*best*"):
+        each.write_text("damaged")
+    manager.save({}, "x", step=3)
+    assert main(["prune", str(runs), *asked]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"pulsetrain: error: {runs / 'a'}: ")
+    assert output.err.count("error") == 1
+    assert ("deleted 1 checkpoint" if asked else "would delete 1 checkpoint") in output.out
+    assert (checkpoints(runs / "a"), checkpoints(runs / "b")) == ([1, 2], [1, 3] if asked else [1, 2, 3])

@@ -9,15 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 
-from pulsetrain.cli import main, queue_table
-from pulsetrain.submit import queue_process
-from pulsetrain.submit.local_queue import LocalQueue
+from pulsetrain.cli import main, queue_table, submit
+from pulsetrain.submit import queue_process, submission
+from pulsetrain.submit.local_queue import LocalQueue, taken_lock
 from tests.support.training_jobs import loads, losses, processes_with, until, write_run
 
 Streams = pytest.CaptureFixture[str]
@@ -71,13 +73,14 @@ def test_a_scheduler_that_is_not_there_is_named_and_nothing_is_left(
         ("--to local", "CONFIG: is missing"),
         ("missing.yaml --to local", "missing.yaml: there is no such file"),
         ("base.yaml --to local --time 1:00:00", "--time: is for --to slurm, not for local"),
+        ("base.yaml --to local --gpus 0", "--gpus: is for --to slurm or kubernetes, not for local"),
         ("base.yaml --to local --image x", "--image: is for --to kubernetes"),
         ("base.yaml --to slurm --devices 2", "--devices: is for --to local"),
         ("base.yaml --to slurm --cpus 0", "--cpus 0: needs a whole number"),
         ("base.yaml --to slurm --time 4:00", "write 4:00:00 for 4 hours"),
         ("base.yaml --to slurm --launch.min_nproc 1", "--launch.min_nproc: is for --to local"),
         ("base.yaml --to local --launch.nnodes 2", "--launch.nnodes=2: --to local is one machine"),
-        ("base.yaml --to local --launch.nproc 3 --devices 2", "the queue of this machine shares out 2 device(s)"),
+        ("base.yaml --to local --launch.nproc 3 --devices 2", "the queue of this machine has 2 device(s)"),
         ("base.yaml --to local --training.learning_rat 1", "learning_rat"),
         ("base.yaml --to local --parallel.shrad 2", "shrad"),
         ("base.yaml --to local --training.device cuda:77", "is not on this machine; choose one of cpu"),
@@ -192,6 +195,102 @@ def test_two_submissions_get_two_folders(base: Path, capsys: Streams) -> None:
     assert rows[0] == "job 2: cancelled"
     assert rows[1].split() == ["job", "state", "devices", "interruptions", "time", "name", "output"]
     assert rows[3].split()[:3] == ["2", "cancelled", "-"]
+
+
+def test_the_devices_are_those_of_the_first_submission_while_jobs_are_left(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams
+) -> None:
+    monkeypatch.setattr(queue_process, "ensure_running", lambda queue: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    queue = LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"]))
+
+    def submit_with(gpus: str, folder: str, *words: str) -> str:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus.split(",")) if gpus else 0)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        assert main(["submit", "base.yaml", "--to", "local", "--run", folder, *words]) == 0
+        return capsys.readouterr().err
+
+    assert submit_with("", "a") == ""
+    assert queue.devices == ["", "", ""]
+    assert (
+        "keeps its devices while jobs are left: 3 slot(s) without a GPU; visible here: GPU 4, 5, which --devices 2"
+        in (submit_with("4,5", "b"))
+    )
+    assert queue.devices == ["", "", ""]
+    for job in queue.jobs():
+        queue.cancel(job.id)
+    assert submit_with("4,5", "c") == ""
+    assert queue.devices == ["4", "5"]
+    assert "while jobs are left: GPU 4, 5; visible here: GPU 6" in submit_with("6", "d")
+    assert submit_with("6", "e", "--devices", "1") == ""
+    assert queue.devices == ["6"]
+
+
+def test_a_sweep_whose_storage_is_not_that_of_the_running_queue_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams
+) -> None:
+    queue = LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"]))
+    with monkeypatch.context() as there:
+        there.setenv("PULSETRAIN_SWEEP_STORAGE", "postgresql://me:hunter2@first/a")
+        queue_process.QueueProcess(queue).run()  # it ends: there are no jobs
+    assert b"hunter2" not in queue.file.read_bytes()
+    monkeypatch.setattr(queue_process, "ensure_running", lambda queue: None)
+    held = taken_lock(queue.lock)
+    assert held is not None
+    refused = (
+        ("postgresql://me:hunter2@second/a", "is postgresql://[redacted]@second/a here, and postgresql://[redacted]@f"),
+        ("", "is not set here, and postgresql://[redacted]@first/a where the queue of this machine was started"),
+    )
+    for url, message in refused:
+        monkeypatch.setenv("PULSETRAIN_SWEEP_STORAGE", url)
+        assert main(["submit", "s.yaml", "--to", "local"]) == 2
+        error = capsys.readouterr().err
+        assert f"PULSETRAIN_SWEEP_STORAGE: {message}" in error
+        assert "hunter2" not in error
+    assert queue.jobs() == []
+    monkeypatch.setenv("PULSETRAIN_SWEEP_STORAGE", "postgresql://me:hunter2@first/a")
+    assert main(["submit", "s.yaml", "--to", "local"]) == 0
+    os.close(held)
+    monkeypatch.setenv("PULSETRAIN_SWEEP_STORAGE", "")  # this command starts the queue
+    assert main(["submit", "s.yaml", "--to", "local", "--run", "b"]) == 0
+
+
+def submit_at_once(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[int]:
+    """The exit statuses of two submissions that choose their folders before either has made its own."""
+    barrier, chosen = threading.Barrier(2), set[int]()
+
+    def check_words(words: Sequence[str]) -> None:
+        if threading.get_ident() not in chosen:
+            chosen.add(threading.get_ident())
+            barrier.wait(60)
+        submission.check_words(words)
+
+    monkeypatch.setattr(submit, "check_words", check_words)
+    monkeypatch.setattr(queue_process, "ensure_running", lambda queue: None)
+    LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"])).devices = [""]
+    with ThreadPoolExecutor(2) as threads:
+        rates = [f"--training.learning_rate={rate}" for rate in (1e-3, 1e-2)]
+        return list(threads.map(lambda rate: main(["submit", "base.yaml", "--to", "local", *words, rate]), rates))
+
+
+def test_two_submissions_at_once_get_two_folders(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert submit_at_once(monkeypatch) == [0, 0]
+    jobs = LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"])).jobs()
+    assert sorted(job.name for job in jobs) == ["runs/base-1", "runs/base-2"]
+    assert all(f"--folder={job.name}" in job.words for job in jobs)
+    rates = [word for job in jobs for word in job.words if "learning_rate" in word]
+    assert sorted(rates) == ["--training.learning_rate=0.001", "--training.learning_rate=0.01"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_of_two_submissions_at_once_of_one_folder_one_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams, exists: bool
+) -> None:
+    if exists:
+        Path("a").mkdir()
+    assert sorted(submit_at_once(monkeypatch, "--run", "a")) == [0, 2]
+    assert "run folder a: a job for it was submitted already" in capsys.readouterr().err
+    assert len(LocalQueue(Path(os.environ["PULSETRAIN_QUEUE"])).jobs()) == 1
 
 
 def test_jobs_outlive_ctrl_c_during_wait(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Streams) -> None:

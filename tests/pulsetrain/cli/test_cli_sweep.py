@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.sweep.results import Trial, read_results
-from tests.faults.sweeps import CONFIG, MODEL, ROOT, run
+from tests.faults.sweeps import CONFIG, MODEL, ROOT, outcome, run
 from tests.support.run_folders import write_run
 
 Streams = pytest.CaptureFixture[str]
@@ -242,6 +243,25 @@ def test_a_sweep_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> N
     assert sum(done["kills"].values()) >= 2  # the last may come after the end
     assert done["trials"] == 8
     assert done["differences"] == []
+
+
+@pytest.mark.slow
+def test_a_pruned_sweep_that_was_killed_between_two_records_of_a_trial_ends_like_one_that_was_not(base: Path) -> None:
+    (base / "base.yaml").write_text(CONFIG.replace("max_epochs: 6", "max_epochs: 2"))
+    space = "{training.learning_rate: [1e-2, 1e-4, 1e-5]}"
+    (base / "s.yaml").write_text(
+        f"config: base.yaml\nsampler: grid\nmetric: val/loss\nspace: {space}\n"
+        "pruner: {name: asha, min_resource: 1, reduction_factor: 2}\n"
+    )
+    whole = pulsetrain("sweep", "s.yaml", "--folder", "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert [each.state for each in read_results(Path("whole")).trials] == ["completed", "pruned", "pruned"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "tests.faults.sweep_places", ".", "sweep", "s.yaml", "--folder", "killed"]
+    statuses = [subprocess.run(words, env=environment, capture_output=True).returncode for _ in range(3)]
+    assert statuses == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    assert all(Path(place).exists() for place in ("decided", "ended", "stored"))
+    assert outcome(Path("killed")) == outcome(Path("whole"))
 
 
 @pytest.mark.slow

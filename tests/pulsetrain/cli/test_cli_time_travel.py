@@ -89,7 +89,7 @@ def test_a_changed_configuration_is_reported(workdir: Path, capsys: pytest.Captu
         (["fork", "a", "--at", "9", "--into", "a/b"], "is inside the run"),
         (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "3-12"], "it has none of these"),
         (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "300"], "it has none of these"),
-        (["fork", "a", "--at", "9", "--into", "a"], "holds a run already"),
+        (["fork", "a", "--at", "9", "--into", "a"], "already holds a run"),
         (["fork", "a", "--at", "0", "--into", "b"], "--at 0"),
         (["fork", "a", "--at", "9", "--into", "b", "--set", "training.learning_rate"], "is not KEY=VALUE"),
         (["fork", "a", "--at", "9", "--into", "b", "--set", "training.speed=3"], "training.speed"),
@@ -133,6 +133,38 @@ def test_a_fork_of_a_run_whose_handler_cannot_be_detached(
     config = workdir / "a" / "config.yaml"
     config.write_text(config.read_text().replace("handlers:\n", "handlers:\n- plain.Plain\n"))
     assert main(["fork", "a", "--at", "20", "--into", "b"]) == 0, capsys.readouterr().err
+
+
+def test_credentials_are_given_again_to_a_fork_and_the_command_that_trains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    guarded = "def guarded(api_key: str):\n    assert api_key == 'S3cr3tV4lue', 'no access'\n    return data()\n"
+    Path("guarded_parts.py").write_text(MODULE + guarded)
+    data = {"class_path": "guarded_parts.guarded", "init_args": {"api_key": "S3cr3tV4lue"}}
+    config = {**CONFIG, "model": "guarded_parts.model", "data": data}
+    config["training"] = {**CONFIG["training"], "max_epochs": 2}  # type: ignore[dict-item]
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    again = "--data.init_args.api_key=S3cr3tV4lue"
+    assert main(["train", "config.yaml", "--run", "a"]) == 0
+    assert "S3cr3tV4lue" not in Path("a/config.yaml").read_text()
+
+    assert main(["train", "a/config.yaml", "--run", "copy"]) == 2
+    assert "data.init_args.api_key: a credential is [redacted] in this configuration" in capsys.readouterr().err
+    assert not Path("copy").exists()
+    assert main(["train", "a/config.yaml", "--run", "copy", again]) == 0
+
+    assert main(["fork", "a", "--at", "16", "--into", "b"]) == 2
+    assert "`pulsetrain fork` takes --data.init_args.api_key=VALUE" in capsys.readouterr().err
+    assert main(["fork", "a", "--at", "16", "--into", "b", again, "--training.learning_rate=0.02"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith(
+        "train it: pulsetrain train b/config.yaml --run b --resume latest --data.init_args.api_key=VALUE\n"
+    )
+    assert "S3cr3tV4lue" not in printed
+    assert main(["fork", "a", "--at", "16", "--into", "c", again, "--train"]) == 0
+    assert "S3cr3tV4lue" not in Path("c/config.yaml").read_text()
+    assert max(each.iteration for each in EventLog("c").read(event="iteration_completed")) == 20
 
 
 @pytest.mark.parametrize("name", ["best", "latest", "000000008-checkpoint"])

@@ -114,9 +114,24 @@ class TestClassPaths:
             ConfigurationError, match=r"model: class_path='model.Net': importing model failed: SyntaxErr"
         ):
             assembled(path, tmp_path / "run")
-        (path.parent / "model.py").write_text("import mod")
-        with pytest.raises(ConfigurationError, match=r"importing model failed: No module named 'mod'"):
+
+    @pytest.mark.parametrize(
+        ("statement", "remedy"),
+        [
+            ("import mod", "install the package that provides 'mod', or put the module beside the configuration file"),
+            ("from sklearn.datasets import load_digits", "pip install scikit-learn"),
+        ],
+    )
+    def test_a_missing_package_is_named_with_what_installs_it(
+        self, statement: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("sklearn", "sklearn.datasets"):  # another test may have imported it
+            monkeypatch.setitem(sys.modules, name, None)
+        path = write(tmp_path / "one")
+        (path.parent / "model.py").write_text(statement)
+        with pytest.raises(ConfigurationError, match=r"importing model failed: ") as raised:
             assembled(path, tmp_path / "run")
+        assert str(raised.value).endswith(f"; {remedy}")
 
     @pytest.mark.parametrize(
         ("name", "kind"), [("pretrain", PretrainStrategy), ("SupervisedStrategy", SupervisedStrategy)]

@@ -30,7 +30,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 class TestTrainingConfig:
     @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
     def test_every_setting_is_documented_with_its_default(self, field: dataclasses.Field[Any]) -> None:
-        found = re.search(rf"^ {{4}}{field.name}: (.+) \[(.+)\]\.$", DOCUMENTED, re.MULTILINE)
+        found = re.search(rf"^ {{4}}{field.name}: (.+(?:\n {{8}}.+)*) \[(.+)\]\.$", DOCUMENTED, re.MULTILINE)
         assert found is not None
         assert eval(found[2], {"Every": Every}) == default_of(field)
 

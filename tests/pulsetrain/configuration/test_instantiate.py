@@ -45,11 +45,34 @@ def made(**arguments: Any) -> Any:
     return instantiate({"class_path": Part, "init_args": {"number": 1, **arguments}}, "part")
 
 
+def untyped(prompt, fold=None, rate=1.0, tag="1e3"):  # type: ignore[no-untyped-def]
+    return prompt, fold, rate, tag
+
+
+def of_any(
+    text: Any,
+    thing: object = "1e3",
+    maybe: Any | None = "007",
+    options: Mapping[str, Any] | None = None,
+    rows: list[dict[str, Any]] | None = None,
+) -> Any:
+    return text, thing, maybe, options, rows
+
+
 class TestBuild:
     def test_arguments_take_their_annotated_types(self) -> None:
         part = made(number=1e3, ratio="3e-4", size={"width": 2}, options={"class_path": "kept"})
         assert (part.number, part.ratio, part.size, part.options) == (1000, 3e-4, Size(2), {"class_path": "kept"})
         assert type(part.number) is int
+
+    @pytest.mark.parametrize("text", ["007", "1e3", "Answer: yes", "null", "2026-01-01", "[1, 2]"])
+    def test_a_text_stays_one_where_any_value_is_taken(self, text: str) -> None:
+        given = {"class_path": untyped, "init_args": {"prompt": text, "fold": text, "rate": "3e-4"}}
+        assert instantiate(given, "data") == (text, text, 3e-4, "1e3")
+        arguments = {"text": text, "options": {"a": text, "b": [1]}, "rows": [{"a": text}, {"b": 2}]}
+        assert instantiate({"class_path": of_any, "init_args": arguments}, "data") == (
+            text, "1e3", "007", arguments["options"], arguments["rows"]
+        )  # fmt: skip
 
     def test_a_schedule_of_a_policy_is_made_from_its_settings(self) -> None:
         schedule = {

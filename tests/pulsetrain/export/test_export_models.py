@@ -172,7 +172,7 @@ def test_what_cannot_be_exported_is_one_clear_error_and_leaves_nothing(train: An
     )
     assert "--rank 1: chooses a log" in refused(str(folder), "--format", "safetensors", "--rank", "1")
     assert "is in the run folder" in refused(str(folder), "--format", "safetensors", "--into", str(folder / "a"))
-    assert "no checkpoint there" in refused(str(tmp_path / "nowhere"), "--format", "safetensors")
+    assert "does not exist; pass a checkpoint" in refused(str(tmp_path / "nowhere"), "--format", "safetensors")
     (tmp_path / "model.pt2").write_text("mine")
     before.add(tmp_path / "model.pt2")
     assert "already exists" in refused(str(folder), "--format", "torch_export", "--into", "model.pt2")

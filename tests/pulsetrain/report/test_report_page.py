@@ -105,11 +105,22 @@ class TestPage:
         for n in range(9, 13):
             child.step(n, 1.0)
         child.end()
-        facts = {"parent": {"run": str(parent), "iteration": 8, "changed": ["training.learning_rate: 1 -> 2"]}}
+        facts = {
+            "parent": {
+                "run": str(parent),
+                "iteration": 8,
+                "changed": ["training.learning_rate: 1 -> 2"],
+                "id": "of the parent",
+            }
+        }
         (child.folder / "run.json").write_text(json.dumps(facts))
         page = write_report([parent, child.folder], tmp_path / "page.html").path.read_text()
         assert "forked from parent at iteration 8; changed: training.learning_rate: 1 -&gt; 2" in page
-        figure = figure_of([reported(parent), reported(child.folder, "child")])
+        (parent / "run.json").write_text(json.dumps({"id": "of the parent"}))
+        moved = parent.rename(tmp_path / "moved")
+        page = write_report([moved, child.folder], tmp_path / "after.html").path.read_text()
+        assert "forked from moved at iteration 8" in page
+        figure = figure_of([reported(moved), reported(child.folder, "child")])
         marks = [trace for trace in figure["data"] if "hovertext" in trace]
         fork = next(trace for trace in marks if trace["name"] == "child")
         assert fork["x"][0] == 8

@@ -7,12 +7,13 @@ import json
 import os
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pulsetrain.cli import main
 from pulsetrain.engine.errors import RunFolderError
-from pulsetrain.runs.archive import is_archive, unpacked, write_archive
+from pulsetrain.runs.archive import is_archive, summarize_archive, unpacked, write_archive
 from tests.support.run_folders import content, write_run
 
 
@@ -101,6 +102,15 @@ def harmed(path: Path, harm: str) -> None:
             while at >= 0:
                 data[at + offset] = 97
                 at = data.find(mark, at + 4)
+    elif harm in ("lzma", "bzip2"):
+        with zipfile.ZipFile(path) as whole:
+            files = {name: whole.read(name) for name in whole.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA if harm == "lzma" else zipfile.ZIP_BZIP2) as file:
+            for name, text in files.items():
+                file.writestr(name, text)
+            at = file.getinfo("a/run.json").header_offset + 50
+        data = bytearray(path.read_bytes())
+        data[at : at + 8] = b"\xff" * 8
     elif harm == "directory":
         at = data.find(b"PK\x01\x02")
         data[at : at + 4] = b"XXXX"
@@ -109,7 +119,7 @@ def harmed(path: Path, harm: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("harm", ["encrypted", "method", "directory", "truncated"])
+@pytest.mark.parametrize("harm", ["encrypted", "method", "lzma", "bzip2", "directory", "truncated"])
 def test_an_archive_that_cannot_be_read_is_named_and_hides_no_other_run(
     harm: str, run: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -133,6 +143,47 @@ def test_any_flipped_byte_of_an_archive_is_an_error_that_names_it(run: Path, tmp
         else:  # a byte that says nothing, such as a date
             kept = {name: data for name, data in content(run).items() if not name.startswith("checkpoints/0")}
             assert content(found) == kept
+
+
+def claimed(path: Path, size: int) -> Path:
+    """An archive that says that its log has so many bytes."""
+    about = {"format": 1, "run": "a", "id": "", "files": {"events/tail.jsonl": {"size": size, "sha256": "0"}}}
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("pulsetrain-archive.json", json.dumps(about))
+    return path
+
+
+def test_a_small_archive_of_a_huge_log_is_not_unpacked_to_list_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    claimed(Path("b.run.zip"), 500_000_000)
+    monkeypatch.setattr("pulsetrain.runs.archive._extract", None)  # nothing is unpacked
+    assert main(["runs", ".", "--columns", "run,reason"]) == 0
+    listed = capsys.readouterr().out
+    assert "is not listed: its log would have 500 MB, more than 100 times the archive; delete it if" in listed
+    assert "runs/a" in listed
+
+
+def test_a_log_that_would_fill_the_disk_is_not_unpacked_to_list_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = claimed(tmp_path / "b.run.zip", 60_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=100_000_000))
+    monkeypatch.setattr("pulsetrain.runs.archive._extract", None)
+    reason = summarize_archive(path).reason
+    assert "is not listed: its log has 60 MB, more than half of the 100 MB that are free in " in reason
+    assert "set TMPDIR to a folder with more space" in reason
+
+
+def test_an_archive_that_would_fill_the_disk_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = claimed(tmp_path / "b.run.zip", 60_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=50_000_000))
+    with pytest.raises(RunFolderError, match="it needs 60 MB, and 50 MB are free; choose another folder"):
+        unpacked(path, tmp_path)
+    assert os.listdir(tmp_path) == ["b.run.zip"]
+
+
+def test_a_negative_size_in_an_archive_is_refused(tmp_path: Path):
+    with pytest.raises(RunFolderError, match=r"list of files is damaged: Expected `int` >= 0"):
+        unpacked(claimed(tmp_path / "b.run.zip", -1))
 
 
 @pytest.mark.parametrize(

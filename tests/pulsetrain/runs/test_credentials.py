@@ -76,9 +76,65 @@ def test_credentials_in_a_long_text_are_replaced(monkeypatch: pytest.MonkeyPatch
     secret = "hf_" + "aB3" * 10
     lines = [f"line {number}: {secret if number % 100 == 0 else 'nothing'}\n" for number in range(1000)]
     (tmp_path / "a.log").write_text("".join(lines))
-    monkeypatch.setattr("pulsetrain.runs.credentials._WHOLE", 777)
+    monkeypatch.setattr("pulsetrain.runs.credentials.LONGEST_PARSED", 777)
     changed = without_credentials(tmp_path / "a.log")
     assert changed == "".join(lines).replace(secret, "[redacted]").encode()
+
+
+def test_a_private_key_in_a_long_text_is_replaced_as_a_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    key = "-----BEGIN PRIVATE KEY-----\n" + "MIIEvQ\n" * 40 + "-----END PRIVATE KEY-----"
+    (tmp_path / "a.log").write_text(f"begins\n{key}\nends\n")
+    monkeypatch.setattr("pulsetrain.runs.credentials.LONGEST_PARSED", 100)
+    assert without_credentials(tmp_path / "a.log") == b"begins\n[redacted]\nends\n"
+
+
+SECRET = "hf_" + "aB3" * 10
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"lr: 1  # old token: {SECRET}\n", "lr: 1  # old token: [redacted]\n"),
+        ("# password: hunter2\nlr: 1\n", "# password: [redacted]\nlr: 1\n"),
+        ("a: 1\n---\npassword:\n  - hunter2\n---\nb: 2  # as before\n",
+         "a: 1\n---\npassword:\n- '[redacted]'\n---\nb: 2  # as before\n"),
+        ("password: |\n  hunter2\n", "password: '[redacted]'\n"),
+    ],
+)  # fmt: skip
+def test_credentials_in_comments_and_documents_of_yaml_are_replaced(text: str, expected: str, tmp_path: Path):
+    (tmp_path / "a.yaml").write_text(text)
+    assert without_credentials(tmp_path / "a.yaml") == expected.encode()
+
+
+@pytest.mark.parametrize("text", ["api_key: null  # none\n", "password:\nlr: 1\n", "a: '# no comment'\n"])
+def test_yaml_without_credentials_stays_as_it_is(text: str, tmp_path: Path):
+    (tmp_path / "a.yaml").write_text(text)
+    assert without_credentials(tmp_path / "a.yaml") is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize(("name", "text"), [("a.txt", "used token=%s, ä\r\n"), ("a.yaml", "token: %s\n")])
+def test_credentials_in_a_text_with_a_byte_order_mark_are_replaced(name: str, text: str, encoding: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(("\ufeff" + text % SECRET).encode(encoding))
+    changed = without_credentials(tmp_path / name)
+    assert changed is not None
+    expected = "\ufeff" + text % "[redacted]" if name == "a.txt" else "\ufefftoken: '[redacted]'\n"
+    assert changed.decode(encoding) == expected
+
+
+def test_credentials_in_an_output_that_begins_with_zeros_are_replaced(tmp_path: Path):
+    (tmp_path / "job.txt").write_bytes(b"\0" * 100 + b"password=hunter2\n")  # truncated while it was written
+    assert without_credentials(tmp_path / "job.txt") == b"\0" * 100 + b"password=[redacted]\n"
+
+
+@pytest.mark.parametrize("secret", [SECRET, "-----BEGIN PRIVATE KEY-----\nMIIEvQ\n-----END"])
+def test_tokens_in_a_binary_file_are_replaced_by_as_many_bytes(secret: str, tmp_path: Path):
+    (tmp_path / "state.db").write_bytes(b"\x89\0\xff" * 50_000 + secret.encode() + b"\0\xff task-" + b"a" * 30)
+    expected = b"[redacted]" + b"*" * (len(secret) - 10)
+    changed = without_credentials(tmp_path / "state.db")
+    assert changed == b"\x89\0\xff" * 50_000 + expected + b"\0\xff task-" + b"a" * 30
+    (tmp_path / "state.db").write_bytes(b"\x89\0\xff task-" + b"a" * 30)
+    assert without_credentials(tmp_path / "state.db") is None
 
 
 def test_a_checkpoint_with_a_credential_is_not_archived(run: Path):
@@ -116,7 +172,7 @@ def test_a_text_that_nests_without_end_is_searched_as_a_text(name: str, run: Pat
     assert without_credentials(run / name) == b"[" * 100_000 + b"[redacted]"
 
 
-@pytest.mark.parametrize("kept", ["payload", "output"])
+@pytest.mark.parametrize("kept", ["payload", "output", "metrics", "observed", "lr", "error"])
 def test_a_value_whose_name_says_that_it_is_a_credential_is_found(kept: str, tmp_path: Path):
     writer = LogWriter(tmp_path / "a" / "events")
     value = {kept: {"connection": {"password": "sesame", "port": 22}}}
@@ -139,3 +195,19 @@ def test_a_value_whose_name_says_that_it_is_a_credential_is_found(kept: str, tmp
 )
 def test_what_follows_an_option_or_a_variable_named_token_is_a_credential(value: object, expected: object):
     assert redacted(value) == expected
+
+
+def test_credentials_in_files_beside_the_log_are_replaced(run: Path):
+    log = (run / "events" / "events.jsonl.zst").read_bytes()
+    (run / "events" / "notes.txt").write_text(f"used {SECRET}\n")
+    archived = write_archive(run, Path("a.zip"))
+    assert archived.redacted == ["events/notes.txt"]
+    with zipfile.ZipFile("a.zip") as file:
+        assert file.read("a/events/notes.txt") == b"used [redacted]\n"
+        assert file.read("a/events/events.jsonl.zst") == log
+
+
+def test_a_report_stays_as_it_is(run: Path):
+    pytest.importorskip("plotly")
+    assert main(["report", "runs/a", "--into", "runs/a/report.html"]) == 0
+    assert without_credentials(run / "report.html") is None

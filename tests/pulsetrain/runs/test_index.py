@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,29 @@ def test_runs_that_are_gone_are_forgotten(root: Path, read: list[str]):
     assert names(root) == ["b"]
     write_run(root / "a", [2.0])
     assert [each.best["val/loss"] for each in RunIndex(root).summaries()] == [2.0, 0.5]
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.yaml", "events/events.jsonl.zst"])
+def test_a_run_of_which_a_file_could_not_be_read_is_read_again(name: str, root: Path, monkeypatch: pytest.MonkeyPatch):
+    before = RunIndex(root, cache=False).summaries()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", _failing(root / "a" / name))
+        first, _ = RunIndex(root).summaries()
+    assert first.unread
+    assert "cannot be read" in first.reason
+    assert RunIndex(root).summaries() == before
+
+
+def _failing(path: Path) -> Callable[..., int]:
+    """os.open, which fails for this file."""
+    real = os.open
+
+    def opened(name: str | Path, *args: Any) -> int:
+        if str(name) == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(name))
+        return real(name, *args)
+
+    return opened
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense" * 100])
@@ -305,12 +331,44 @@ def test_a_settled_run_that_is_removed_is_gone(settled: Path):
     assert names(settled) == ["b"]
 
 
-@pytest.mark.parametrize("where", ["settings", "parent"])
+def test_the_changes_of_a_fork_stay_a_list(root: Path):
+    parent = {"run": "runs/a", "iteration": 5, "changed": ["training.seed: 1 -> 2", "a: 3 -> 4"]}
+    write_run(root / "c", [1.0], parent=parent)
+    for _ in range(2):  # the second time, they are remembered
+        assert RunIndex(root).summaries()[1].parent == parent
+
+
+@pytest.mark.parametrize("where", ["settings", "parent", "list"])
 def test_a_number_of_more_than_64_bits_is_listed(root: Path, where: str):
-    run = write_run(root / "c", [1.0], parent={"run": "runs/a", "iteration": 10**25} if where == "parent" else None)
+    parents = {"parent": {"run": "runs/a", "iteration": 10**25}, "list": {"run": "runs/a", "changed": [10**25]}}
+    run = write_run(root / "c", [1.0], parent=parents.get(where))
     if where == "settings":
         (run / "config.yaml").write_text(f"seed: {10**25}")
     for _ in range(2):
         assert names(root) == ["a", "c", "b"]
     found = RunIndex(root).summaries()[1]
-    assert str(10**25) in (str(found.settings.get("seed")), str((found.parent or {}).get("iteration")))
+    parent = found.parent or {}
+    assert str(10**25) in (found.settings.get("seed"), parent.get("iteration"), *(parent.get("changed") or ()))
+
+
+def test_numbers_of_any_size_in_a_description_or_a_log_hide_no_run(root: Path):
+    run = write_run(root / "c", [1.0])
+    (run / "run.json").write_text(json.dumps({"format": 1, "settings": {"max_epochs": 10**25}}))
+    for name, epoch in (("epoch", 10**25), ("metric", 1)):
+        writer = LogWriter(root / name / "events")
+        payload = {"metrics": {"val/loss": 10**18, "val/other": 0.5}}
+        writer.add(LoggedEvent(0, "trainer", "validation_completed", epoch=epoch, payload=payload, seq=0, t=1))
+        writer.close()
+    tail = root / "metric" / "events" / "tail.jsonl"
+    tail.write_bytes(tail.read_bytes().replace(b"1000000000000000000", b"1" + b"0" * 400))
+    found = {each.name: each for each in RunIndex(root).summaries()}
+    assert found.keys() == {"a", "b", "c", "epoch", "metric"}
+    assert found["c"].total_epochs == 4
+    assert "val/loss" not in found["metric"].last
+    assert "cannot be read: OverflowError" in found["epoch"].reason
+
+
+def test_why_a_run_stopped_is_known_although_its_description_is_damaged(tmp_path: Path):
+    folder = write_run(tmp_path / "c", [1.0], "terminate", reason="enough")
+    (folder / "run.json").write_text("{")
+    assert summarize(folder).reason == "enough; run.json cannot be read"

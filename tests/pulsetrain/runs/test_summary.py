@@ -15,6 +15,7 @@ from pulsetrain.engine import Every, SupervisedStrategy
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers.run_files.owner_process import beginning, processes
+from pulsetrain.runs.live import LiveRun
 from pulsetrain.runs.summary import Status, summarize
 from pulsetrain.testing import tiny_loader, tiny_model
 from tests.support.run_folders import BEGUN, SECOND, write_run
@@ -90,6 +91,21 @@ def test_long_gaps_of_its_own_are_not_a_stall(tmp_path: Path):
     last = BEGUN / SECOND + 106
     assert summarize(folder, now=last + 1900).status == Status.RUNNING
     assert summarize(folder, now=last + 2100).status == Status.STALLED
+
+
+def test_the_pause_before_a_resume_is_not_a_gap_of_its_own(tmp_path: Path):
+    writer = LogWriter(tmp_path / "events")
+    times = {"started": 0, "terminate": 1, "completed": 2}
+    resumed = {"started": 86_402, "epoch_started": 86_403, "iteration_started": 86_404}
+    for number, (event, at) in enumerate([*times.items(), *resumed.items()]):
+        writer.add(LoggedEvent(number, "trainer", event, iteration=3, seq=number, t=BEGUN + at * SECOND))
+    own(tmp_path, os.getpid())
+    now = BEGUN / SECOND + 86_404 + 3600
+    assert summarize(tmp_path, now=now).status is Status.STALLED
+    run = LiveRun(tmp_path, clock=lambda: now)
+    run.update()
+    assert run.status is Status.STALLED
+    writer.close()
 
 
 def test_events_that_a_resumed_run_has_replaced_do_not_count(tmp_path: Path):

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from pulsetrain.cli import main
 from pulsetrain.engine import ConfigurationError
-from pulsetrain.serve.access import COOKIE, is_loopback
+from pulsetrain.serve.access import is_loopback
 from pulsetrain.serve.server import _bound, app_of, serve
 from tests.support.curves import lines_of
 from tests.support.run_folders import write_counting_run, write_run
@@ -30,6 +30,7 @@ def root(tmp_path: Path) -> Path:
     write_run(root / "a", [1.0, 0.5, 0.6, 0.7, 0.8], rate=0.1)
     write_run(root / "b", [2.0, 0.25], "terminate", reason="early stopping: enough", rate=0.01)
     parent = {"run": str((root / "a").resolve()), "id": "a", "iteration": 5, "checkpoint": "000000005-x"}
+    parent["changed"] = ["training.learning_rate: 1.0 -> 0.1", "a: 1 -> 2"]
     write_run(root / "more" / "c", [3.0], "exception_raised", reason="bad", rate=0.1, parent=parent)
     return root
 
@@ -63,14 +64,38 @@ def read(client: TestClient, *runs: str) -> None:
         time.sleep(0.1)
 
 
-def test_the_list_has_every_run_with_its_parent(client: TestClient):
+def test_the_list_has_every_run_with_its_parent(client: TestClient, root: Path):
     found = ask(client, "runs")
     assert [(run["id"], run["status"]) for run in found["runs"]] == [
         ("a", "completed"), ("b", "stopped"), ("more/c", "failed"),
     ]  # fmt: skip
     assert found["runs"][1]["best"] == {"val/loss": 0.25, "val/accuracy": 0.75}
-    assert found["runs"][2]["parent"]["listed"] == "a"
+    assert found["runs"][2]["parent"] == {
+        "run": str(root.resolve() / "a"), "id": "a", "iteration": 5, "checkpoint": "000000005-x",
+        "changed": ["training.learning_rate: 1.0 -> 0.1", "a: 1 -> 2"], "listed": "a",
+    }  # fmt: skip
     assert "training.learning_rate" in found["columns"]
+
+
+def test_the_parent_of_a_run_that_was_moved_is_found_by_its_id(root: Path, tmp_path: Path):
+    described = json.loads((root / "a" / "run.json").read_text())
+    (root / "a" / "run.json").write_text(json.dumps({**described, "id": "a"}))
+    root.rename(tmp_path / "elsewhere")
+    app, _, close = app_of(tmp_path / "elsewhere", None, frozenset({"127.0.0.1"}))
+    found = ask(TestClient(app, base_url="http://127.0.0.1:8765"), "runs")["runs"]
+    close()
+    assert [run["parent"] and run["parent"]["listed"] for run in found] == [None, None, "a"]
+
+
+def test_credentials_in_the_description_of_a_parent_are_not_shown(root: Path):
+    described = json.loads((root / "more" / "c" / "run.json").read_text())
+    described["parent"]["changed"] = ["data.url: https://me:x7y@host/a -> 1"]
+    (root / "more" / "c" / "run.json").write_text(json.dumps(described))
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    found = TestClient(app, base_url="http://127.0.0.1:8765").get("/api/runs").text
+    close()
+    assert "[redacted]@host" in found
+    assert "x7y" not in found
 
 
 def test_the_list_is_selected_like_pulsetrain_runs(client: TestClient):
@@ -274,16 +299,34 @@ def test_a_token_is_needed_where_others_can_connect(root: Path):
         client = TestClient(app, base_url="http://10.0.0.1:8765", follow_redirects=False)
         assert client.get("/api/runs").status_code == 401
         assert client.get("/?token=wrong").status_code == 401
-        assert client.get("/api/runs", headers={"cookie": f"{COOKIE}=wrong"}).status_code == 401
+        assert client.get("/api/runs", headers={"cookie": "pulsetrain-token-8765=wrong"}).status_code == 401
         assert client.get("/api/runs", headers={"cookie": "a b; ="}).status_code == 401
         answer = client.get("/?token=right")
         assert (answer.status_code, answer.headers["location"]) == (303, "/")
         assert client.get("http://10.0.0.1:8765//evil.example/?token=right").headers["location"] == "/evil.example/"
         assert "httponly" in answer.headers["set-cookie"].lower()
-        assert "samesite=strict" in answer.headers["set-cookie"].lower()
-        assert client.get("/api/runs", headers={"cookie": f"{COOKIE}=right"}).status_code == 200
+        assert "samesite=lax" in answer.headers["set-cookie"].lower()
+        assert client.get("/api/runs", headers={"cookie": "pulsetrain-token-8765=right"}).status_code == 200
     finally:
         close()
+
+
+def test_servers_at_two_ports_of_a_host_keep_their_tokens_apart(root: Path):
+    (one, _, close_one), (other, _, close_other) = app_of(root, "first", None), app_of(root, "second", None)
+    try:
+        clients = [
+            TestClient(app, base_url=f"http://10.0.0.1:{port}", follow_redirects=False)
+            for app, port in ((one, 8765), (other, 8766))
+        ]
+        cookies: dict[str, str] = {}  # a browser keeps those of all ports of a host together
+        for client, token in zip(clients, ("first", "second"), strict=True):
+            cookies |= dict(client.get(f"/?token={token}").cookies)
+        assert cookies == {"pulsetrain-token-8765": "first", "pulsetrain-token-8766": "second"}
+        kept = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        assert [client.get("/api/runs", headers={"cookie": kept}).status_code for client in clients] == [200, 200]
+    finally:
+        close_one()
+        close_other()
 
 
 def test_addresses_that_only_this_machine_reaches():

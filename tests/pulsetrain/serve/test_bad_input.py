@@ -22,7 +22,7 @@ from pulsetrain.cli import main
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.serve.series import RunSeries
 from pulsetrain.serve.server import app_of
-from pulsetrain.serve.store import Store
+from pulsetrain.serve.store import Store, _Live
 from tests.pulsetrain.runs.test_summary import own
 from tests.support.run_folders import BEGUN, SECOND, write_run
 
@@ -80,6 +80,38 @@ def test_credentials_in_the_reason_of_an_end_stay_outside(root: Path):
         assert "[redacted]" in client.get("/api/runs").text
     finally:
         close()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "password:\n  - hunter2\nlr: 1\n"),
+        ("more.yaml", "credentials:\n  user: me\n  value: hunter2\nlr: 1\n"),
+        ("b.yaml", "password: |\n  hunter2\nlr: 1\n"),
+        ("c.yaml", "a: 1\n---\npassword:\n  hunter2\n---\nlr: 1\n"),
+        ("long.yaml", "password:\n" + "# so long\n" * 30_000 + "  - hunter2\n"),
+        ("d.json", '{"credentials": {"user": "me", "value": ["hunter2"]}, "lr": 1}'),
+    ],
+)
+def test_credentials_in_structured_files_are_not_shown(name: str, text: str, client: TestClient, root: Path):
+    (root / "a" / name).write_text(text)
+    answer = client.get("/api/file", params={"run": "a", "path": name})
+    assert answer.status_code == 200
+    assert "hunter2" not in answer.text
+    assert "[redacted]" in answer.text
+
+
+def test_a_credential_at_the_end_of_what_is_shown_is_replaced(client: TestClient, root: Path):
+    begins = "x" * 199_980 + " "
+    (root / "a" / "out.txt").write_text(f"{begins}hf_{'aB3' * 10}\n{'y' * 100}")
+    text = client.get("/api/file", params={"run": "a", "path": "out.txt"}).text
+    assert text == f"{begins}[redacted]\n\n... and 100 more bytes"
+
+
+def test_a_text_in_utf_16_is_shown_without_credentials(client: TestClient, root: Path):
+    (root / "a" / "out.txt").write_text("used hf_" + "aB3" * 10, encoding="utf-16")
+    text = client.get("/api/file", params={"run": "a", "path": "out.txt"}).text
+    assert text.removeprefix("\ufeff") == "used [redacted]"
 
 
 def test_files_that_hold_credentials_by_their_names_are_not_shown(client: TestClient, root: Path):
@@ -147,27 +179,58 @@ def test_a_long_log_of_a_run_that_is_going_holds_up_no_other_run(root: Path, mon
         own(write_run(root / name, [1.0], None, closed=False), os.getpid())
     begun, may_end = threading.Event(), threading.Event()
 
-    def reading(folder: Path) -> RunSeries:
+    def reading(folder: Path, seconds: float | None = None) -> RunSeries:
         if folder.name == "long":
             begun.set()
             assert may_end.wait(60)
-        return RunSeries(folder)
+        return RunSeries(folder, seconds)
 
     monkeypatch.setattr("pulsetrain.serve.store.RunSeries", reading)
     store = Store(root)
     threads = {name: threading.Thread(target=store.series, args=(name,)) for name in ("long", "short")}
+    watching = threading.Thread(target=lambda: [live.update() for live in [*store._live.values()]])
     try:
         threads["long"].start()
         assert begun.wait(60)
-        threads["short"].start()
-        threads["short"].join(20)
-        assert not threads["short"].is_alive()
+        for thread in (threads["short"], watching):
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive()
     finally:
         may_end.set()
-        for thread in threads.values():
+        for thread in (*threads.values(), watching):
             thread.join()
         store.close()
     assert [not isinstance(store.series(name), str) for name in threads] == [True, True]
+
+
+def test_a_long_log_of_a_run_that_is_going_is_read_in_parts(root: Path, monkeypatch: pytest.MonkeyPatch):
+    writer = LogWriter(root / "long" / "events")
+    for seq in range(30_000):
+        event = LoggedEvent(
+            seq, "trainer", "iteration_completed", 1, seq + 1, output={"loss": 1.0}, seq=seq, t=BEGUN + seq
+        )
+        writer.add(event)
+    own(root / "long", os.getpid())
+    monkeypatch.setattr("pulsetrain.serve.store._PART", 0.0)
+    monkeypatch.setattr("pulsetrain.serve.series._PART", 0.0)
+    store, counts = Store(root), list[int]()
+    try:
+        live = store.series("long")
+        assert isinstance(live, _Live)
+        while live.is_partial:
+            assert store.reading == 1
+            counts.append(len(live.points("loss, each iteration")[0]))
+            assert live.update()
+        assert store.reading == 0
+        assert 0 < counts[0] < counts[-1] < 30_000
+        assert len(live.points("loss, each iteration")[0]) == 30_000
+    finally:
+        store.close()
+    series = RunSeries(root / "long", 0.0)
+    assert not series.is_complete
+    shutil.rmtree(root / "long")
+    assert not series.update()
 
 
 def test_a_root_that_is_a_run_is_only_read(root: Path):

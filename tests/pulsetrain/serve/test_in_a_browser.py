@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from pulsetrain.cli import main
+from pulsetrain.engine.recording import LoggedEvent, LogWriter
+from tests.pulsetrain.cli.test_cli_time_travel import CONFIG, MODULE
 from tests.support.chromium import headless, needs_chromium, until
-from tests.support.run_folders import write_counting_run, write_run
+from tests.support.run_folders import BEGUN, SECOND, write_counting_run, write_run
+from tests.support.served_page import CHART, chart, served, tab, text, train
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -25,28 +27,7 @@ pytestmark = list(needs_chromium)
 
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 
-TRAINING = textwrap.dedent("""
-    import sys, time
-    from pulsetrain import Trainer, TrainingConfig, SupervisedStrategy
-    from pulsetrain.engine import Events
-    from pulsetrain.handlers import EventRecorder
-    from pulsetrain.testing import tiny_loader, tiny_model
-
-    folder, epochs, pause, rate = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
-    config = TrainingConfig(seed=0, max_epochs=epochs, progress=False, learning_rate=rate)
-    trainer = Trainer(
-        tiny_model(), tiny_loader(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=config,
-        handlers=[EventRecorder(folder)],
-    )
-    trainer.on(Events.ITERATION_COMPLETED)(lambda engine: time.sleep(pause))
-    trainer.train()
-""")
 HOSTILE = "c<img src=x onerror=document.title=1>"
-
-
-def train(folder: Path, epochs: int, pause: float = 0.0, rate: float = 0.01) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-c", TRAINING, str(folder), str(epochs), str(pause), str(rate)]
-    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +40,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "a735818d0000000049454e44ae426082"
     ))  # fmt: skip
     return root
-
-
-@contextmanager
-def served(root: Path) -> Iterator[str]:
-    words = [sys.executable, "-m", "pulsetrain", "serve", str(root), "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield server.stdout.readline().rpartition(": ")[2].strip()
-        finally:
-            server.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +62,6 @@ def browser(chromium: Any, address: str) -> Any:
     yield chromium
     said = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]
     assert not [line for line in said if "/api/" not in line["message"]]  # a refused question is answered by 400
-
-
-def tab(browser: Any, name: str) -> None:
-    next(each for each in browser.find_elements("css selector", "#tabs button") if each.text == name).click()
-
-
-def text(browser: Any, selector: str = "#view") -> str:
-    return str(browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
-
-
-CHART = "[...document.querySelectorAll('.chart')].find(c => c.dataset.metric === arguments[0] && c.dataset.points)"
-
-
-def chart(browser: Any, metric: str) -> Any:
-    return until(browser, lambda: browser.execute_script(f"return {CHART}", metric))
 
 
 def test_hostile_names_are_text(browser: Any):
@@ -349,9 +304,25 @@ def test_every_view_shows_the_runs(browser: Any):
     tab(browser, "Lineage")
     until(browser, lambda: "No listed run was forked" in text(browser))
     tab(browser, "Sweeps")
-    until(browser, lambda: "No listed run is a trial of a sweep" in text(browser))
+    until(browser, lambda: "There is no sweep in this folder" in text(browser))
     tab(browser, "Processes")
     until(browser, lambda: "the run has ended" in text(browser))
+
+
+def test_a_fork_is_shown_below_its_run_with_its_changes(chromium: Any, tmp_path: Path):
+    (tmp_path / "small_parts.py").write_text(MODULE)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    runs = tmp_path / "runs"
+    assert main(["train", str(tmp_path / "config.yaml"), "--run", str(runs / "a")]) == 0
+    words = ["--set", "training.learning_rate=0.02", "--set", "training.max_epochs=4"]
+    assert main(["fork", str(runs / "a"), "--at", "20", "--into", str(runs / "b"), *words]) == 0
+    with served(runs) as address:
+        chromium.get("about:blank")
+        chromium.get(f"{address}#view=Lineage")
+        shown = until(chromium, lambda: text(chromium, ".tree .tree"))
+        assert shown == "b at iteration 16: training.learning_rate: 0.01 -> 0.02; training.max_epochs: 3 -> 4"
+        assert text(chromium, ".tree").startswith("a val/loss 0.")
+        assert text(chromium, "#view-error") == ""
 
 
 LATE = """
@@ -442,6 +413,34 @@ def test_a_page_of_runs_that_are_gone_forgets_them(browser: Any, address: str):
     browser.get(f"{address}#view=Curves&run=never&run=a")
     until(browser, lambda: int(chart(browser, "val/loss").get_attribute("data-points")) == 6)
     until(browser, lambda: "never" not in browser.current_url)
+
+
+def test_more_tabs_than_a_browser_has_connections(chromium: Any, tmp_path: Path):
+    write_run(tmp_path / "a", [1.0, 0.5])
+    first = chromium.current_window_handle
+    with served(tmp_path) as address:
+        try:
+            chromium.get(address)
+            for _ in range(8):
+                until(chromium, lambda: text(chromium, "#state") == "live")
+                assert len(chromium.find_elements("css selector", "#runs li")) == 1
+                chromium.switch_to.new_window("tab")
+                chromium.get(address)
+            writer = LogWriter(tmp_path / "a" / "events")
+            at = {"epoch": 3, "iteration": 11, "seq": 1000, "t": BEGUN + 1000 * SECOND}
+            writer.add(LoggedEvent(1000, "trainer", "iteration_completed", output={"loss": 1.0}, **at))
+            writer.close()
+            write_run(tmp_path / "b", [1.0])
+            for window in (chromium.current_window_handle, first):  # which was hidden while they changed
+                chromium.switch_to.window(window)
+                until(chromium, lambda: chromium.find_elements("css selector", '#runs li[data-run="b"]'))
+                until(chromium, lambda: chart(chromium, "loss, each iteration").get_attribute("data-points") == "11")
+        finally:
+            for each in chromium.window_handles:
+                if each != first:
+                    chromium.switch_to.window(each)
+                    chromium.close()
+            chromium.switch_to.window(first)
 
 
 def test_nothing_is_asked_of_another_machine(browser: Any, address: str):

@@ -64,6 +64,23 @@ def test_events_of_the_user_are_kept(tmp_path: Path):
     assert stored.happened().custom == {"reward_measured": [(1, "reward_measured: mean 0.5", "")]}
 
 
+def test_anomalies_of_other_ranks_are_among_the_marks(tmp_path: Path):
+    folder = write_run(tmp_path / "a", [1.0], "exception_raised", reason="peer lost")
+    for rank, payload in ((1, {"kind": "loss_spike", "value": 7.5}), (2, {"kind": "nan", "value": "NaN"})):
+        writer = LogWriter(folder / "events", rank)
+        for seq, (event, iteration) in enumerate([("started", 0), ("anomaly_detected", 2 * rank)]):
+            writer.add(LoggedEvent(
+                seq, "trainer", event, 1, iteration, payload=payload if seq else None, seq=seq, t=BEGUN + seq
+            ))  # fmt: skip
+        writer.close()
+    (folder / "events" / "events.rank3.jsonl.zst").write_bytes(b"damaged")
+    stored = StoredSeries.write(tmp_path / "kept", RunSeries(folder), "sign")
+    assert stored.happened().marks["anomalies"] == [
+        (2, "rank 1: loss_spike: 7.5", ""), (4, "rank 2: nan: NaN", ""), (5, "exception: ValueError: peer lost", ""),
+    ]  # fmt: skip
+    assert next(text for _, text, _ in stored.happened().marks["start and end"]) == "started"
+
+
 def test_stored_points_are_the_same_and_known_by_their_sign(tmp_path: Path):
     series = RunSeries(write_run(tmp_path / "a", [1.0, 0.5]))
     kept = tmp_path / "kept" / "a"

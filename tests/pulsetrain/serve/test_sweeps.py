@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
 
@@ -25,7 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found_below(root: Path) -> list[dict[str, object]]:
-    return sweeps_of({path_of(run.folder, root): run for run in RunIndex(root).summaries()}, root)
+    index = RunIndex(root)
+    runs = {path_of(run.folder, root): run for run in index.summaries()}
+    return sweeps_of(map(Path, index.sweeps), runs, root)
 
 
 def test_the_trials_are_listed_with_their_runs_the_best_first(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -62,6 +66,25 @@ def test_a_sweep_that_cannot_be_read_says_why(harm, message: str, folder: Path):
     (found,) = found_below(folder)
     assert message in str(found["error"])
     assert not (folder / "sweep.sqlite-journal").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sampler": "newer"}, "sampler='newer' is not one of grid, random, tpe, cmaes, nsga2, population"),
+        ({"pruner": "newer"}, "pruner='newer' is not one of none, median, asha, hyperband"),
+        ({"mode": ["best"]}, "mode='best' is not one of min, max"),
+        ({"metric": [], "mode": []}, "it has no metric"),
+    ],
+)
+def test_a_sweep_of_a_newer_version_does_not_hide_the_others(changed: dict[str, object], message: str, folder: Path):
+    shutil.copytree(folder, folder.parent / "newer")
+    saved = yaml.safe_load((folder / "sweep.yaml").read_text())
+    (folder.parent / "newer" / "sweep.yaml").write_text(yaml.safe_dump({**saved, **changed}))
+    newer, before = found_below(folder.parent)
+    assert (newer["id"], before["best"]) == ("newer", 2)
+    assert message in str(newer["error"])
+    assert "use the version that has written it" in str(newer["error"])
 
 
 def test_a_folder_of_trials_without_a_sweep_is_none(tmp_path: Path):

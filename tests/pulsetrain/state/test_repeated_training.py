@@ -277,7 +277,7 @@ def test_ignites_handlers_read_a_step_as_a_mapping():
     ("config", "arguments", "says"),
     [
         ({"accumulate": 11}, {}, "make no update"),
-        ({"max_epochs": 2}, {"train_loader": iter([1])}, "read once"),
+        ({"max_epochs": 2}, {"train_loader": iter([1])}, "read only once"),
         (
             {"early_stopping_patience": 2},
             {"handlers": [EarlyStopping()]},
@@ -300,7 +300,7 @@ def test_compiling_by_configuration_reaches_the_backend(monkeypatch: pytest.Monk
 def test_a_rejected_second_run_leaves_the_finished_one_unchanged(tmp_path: Path):
     run = trainer({"max_epochs": 2}, handlers=[Checkpointer(tmp_path)])
     history = run.train()
-    with pytest.raises(RunFolderError, match="holds a run already"):
+    with pytest.raises(RunFolderError, match="already holds a run"):
         run.train()
     assert len(history["train/loss"]) == 2
     assert run.state.iteration == 20

@@ -202,11 +202,11 @@ def test_a_missing_checkpoint_says_what_is_there(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("lates", "lates: no checkpoint there: it does not exist; name the folder of a checkpoint, .*mean 'latest'"),
-        ("runs/a/bst", "runs/a/bst: no checkpoint there: it does not exist; .*did you mean 'runs/a/best'"),
-        ("runs/nowhere", "runs/nowhere: no checkpoint there: it does not exist; .* or RUN/best$"),
+        ("lates", "lates: does not exist; pass a checkpoint's folder, .*mean 'latest'"),
+        ("runs/a/bst", "runs/a/bst: does not exist; .*did you mean 'runs/a/best'"),
+        ("runs/nowhere", "runs/nowhere: does not exist; .* or RUN/best$"),
         ("best", r"best: there is no checkpoint in \.; name the run folder, too, as RUN/checkpoints/best"),
-        ("weights.pt", "weights.pt: is a file, and a checkpoint is a folder; name the folder of a checkpoint, "),
+        ("weights.pt", "weights.pt: is a file, and a checkpoint is a folder; pass a checkpoint's folder, "),
         ("empty", r"empty: no checkpoint there \(manifest.json is missing\); present: none; a checkpoint is a folder "),
     ],
 )
@@ -364,3 +364,69 @@ def test_other_arguments_of_the_strategy_and_of_rollouts_are_reported_once_they_
     (differences,) = warnings_starting(logs, "the run resumes with other arguments")
     assert [each.partition(":")[0] for each in differences] == ["strategy.kl_coef", "rollouts.sampling"]
     assert "top_p=0.5" in differences[1]
+
+
+@pytest.mark.parametrize("skip_epoch_completed", [False, True])
+@pytest.mark.parametrize(
+    ("cut", "config"),
+    [
+        (14, {}),
+        pytest.param(20, {}, marks=pytest.mark.slow),  # after the epoch's last batch
+        (34, {}),  # in the run's last epoch
+        (14, {"max_epochs": None, "max_iterations": 14}),
+        pytest.param(14, {"max_epochs": None, "max_iterations": 30}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_of_the_iteration_that_ends_its_epoch_resumes_with_the_next_one(
+    cut: int, config: dict[str, Any], skip_epoch_completed: bool, tmp_path: Path
+):
+    moments = Events.ITERATION_COMPLETED | Events.TERMINATE_SINGLE_EPOCH | Events.EPOCH_COMPLETED
+    moments |= Events.EPOCH_STARTED | Events.GET_BATCH_STARTED | Events.COMPLETED | Events.TERMINATE
+
+    def make(folder: Path) -> tuple[Trainer, list[Any]]:
+        seen: list[Any] = []
+        run = resumable_run(folder, config=config)
+        ends = Events.ITERATION_COMPLETED(once=cut)
+        run.add_event_handler(ends, lambda engine: engine.terminate_epoch(skip_epoch_completed=skip_epoch_completed))
+        run.add_event_handler(
+            moments,
+            lambda engine, event: seen.append((event.type, event.payload, engine.state.iteration, engine.state.epoch)),
+        )
+        return run, seen
+
+    live, expected = make(tmp_path / "live")
+    live.train()
+    start = max(
+        number for number, (event, _, at, _) in enumerate(expected) if (event, at) == ("iteration_completed", cut)
+    )
+    resumed, seen = make(tmp_path / "resumed")
+    resumed.load_checkpoint(next((tmp_path / "live" / "checkpoints").glob(f"{cut:09}-*")))
+    Checkpointer(tmp_path / "again").save(resumed)  # it still ends its epoch
+    resumed.train()
+    assert seen[1:] == expected[start + 1 :]  # after another EPOCH_STARTED
+    assert all(torch.equal(weights(live)[name], value) for name, value in weights(resumed).items())
+    again, seen_again = make(tmp_path / "third")
+    again.train(resume=tmp_path / "again")
+    assert seen_again == seen
+
+
+def test_a_save_between_a_batch_and_its_step_does_not_replace_the_one_after_the_step(tmp_path: Path):
+    def make() -> Trainer:
+        saver = Checkpointer(tmp_path, every=Every(iterations=2), keep_last=100)
+        return trainer({"max_iterations": 8}, model=regression_model(), handlers=[saver])
+
+    def steps() -> list[int]:
+        return [int(path.name.partition("-")[0]) for path in sorted((tmp_path / "checkpoints").glob("0*"))]
+
+    run = make()
+    run.add_event_handler(
+        Events.ITERATION_STARTED(once=8), lambda engine: engine.post(Events.PREEMPTED, Preempted(signal="SIGTERM"))
+    )
+    announced: list[int] = []
+    run.add_event_handler(Events.CHECKPOINT_SAVED, lambda engine, event: announced.append(event.payload.iteration))
+    run.train()
+    assert run.state.iteration == 8  # which was not trained
+    assert steps() == announced == [2, 4, 6, 7]
+    again = make()
+    again.train(resume="latest")
+    assert steps() == [2, 4, 6, 7, 8]

@@ -97,7 +97,17 @@ def reread(logs: list[Any]) -> list[tuple[str, int]]:
     return [(entry["loader"], entry["batches"]) for entry in logs if "read again" in entry["event"]]
 
 
-@pytest.mark.parametrize(("name", "reported"), [("subclass", [("Subclass", 7)]), ("list", []), ("draws", [])])
+@pytest.mark.parametrize(
+    ("name", "reported"),
+    [
+        ("subclass", [("Subclass", 7)]),
+        ("list", []),
+        ("draws", []),
+        ("torchdata's, 2 workers", []),
+        ("torchdata's, draws", []),
+        ("torchdata's, draws, 2 workers", [("StatefulDataLoader", 7)]),
+    ],
+)
 def test_reading_a_pass_again_is_reported(name: str, reported: list[tuple[str, int]], tmp_path: Path):
     cut(LOADERS[name](), tmp_path, 17)
     with structlog.testing.capture_logs() as logs:

@@ -14,6 +14,7 @@ from torch import nn
 from pulsetrain import Checkpointer, Trainer
 from pulsetrain.engine import CheckpointError, Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.schedules import update_optimizer
 from tests.support.models import loader, regression_model, trainer
 from tests.support.runs import cut_after, weights
 
@@ -146,3 +147,26 @@ def test_a_checkpoint_that_does_not_know_the_first_rates_is_compared_by_its_last
     again = scheduled(tmp_path / "again", by_hand)
     assert warned_of_rates(lambda: again.load_checkpoint_state(state)) == [([0.05 / 4], [0.05])]
     assert warned_of_rates(again.train) == []
+
+
+def test_after_a_resume_with_another_rate_update_optimizer_sets_it(tmp_path: Path):
+    def run(rate: float, **bounds: int) -> Trainer:
+        torch.manual_seed(0)
+        model: Any = regression_model()
+        first, *others = model.parameters()
+        optimizer = torch.optim.SGD([{"params": others}, {"params": [first], "lr": 2 * rate}], lr=rate)
+        return trainer(
+            {"seed": 7, **bounds},
+            model=model,
+            optimizer=optimizer,
+            train_loader=loader(),
+            handlers=[Checkpointer(tmp_path)],
+        )
+
+    run(0.01, max_epochs=1).train()
+    again = run(0.05, max_epochs=2)
+    again.add_event_handler(Events.EPOCH_STARTED, lambda: update_optimizer(again.optimizer, 0.03))
+    with capture_logs() as logs:
+        again.train(resume="latest")
+    assert any("update_optimizer() sets others" in each["event"] for each in logs)
+    assert [group["lr"] for group in again.optimizer.param_groups] == [0.03, 0.06]

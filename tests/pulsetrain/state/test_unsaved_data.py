@@ -22,7 +22,7 @@ from tests.support.runs import cut_after, saving_run, warnings_of
 def iterator_warnings(data: Any, folder: Path) -> list[str]:
     checkpointer = Checkpointer(folder, every=Every(epochs=9), at_end=False)
     run = trainer({"max_iterations": 3}, train_loader=data, handlers=[checkpointer])
-    return [each["loader"] for each in warnings_of(run) if "can be read once" in each["event"]]
+    return [each["loader"] for each in warnings_of(run) if "can be read only once" in each["event"]]
 
 
 def test_an_iterator_is_reported_and_data_that_can_be_read_again_is_not(tmp_path: Path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pulsetrain.cli.sweep import _write_config
+from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.sweep.results import Trial
 from pulsetrain.sweep.spec import differing, read_saved, read_spec, write_saved
 from pulsetrain.sweep.trials import check_settings, settings_of
 from tests.faults.sweeps import CONFIG, MODEL
@@ -143,7 +148,7 @@ def test_a_handler_that_the_configuration_does_not_list_is_refused(base: Path) -
 def test_an_argument_of_a_listed_handler_can_be_varied(base: Path) -> None:
     spec = read_spec(written(base, space="{handlers.Checkpointer.keep_last: [1, 2]}"))
     check_settings(spec)
-    assert '"keep_last": 2' in settings_of(spec, {"handlers.Checkpointer.keep_last": 2})["handlers"]
+    assert "keep_last: 2" in settings_of(spec, {"handlers.Checkpointer.keep_last": 2})["handlers"]
 
 
 def test_the_saved_sweep_is_the_same_and_holds_no_credentials(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,3 +184,70 @@ def test_the_file_that_starts_a_sweep_is_not_taken_for_a_saved_one(base: Path) -
     written(base).rename(base / "sweep.yaml")
     with pytest.raises(ConfigurationError, match=r"starts a sweep; give the folder that the sweep writes, .*out"):
         read_saved(base)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "location"),
+    [
+        (
+            "{every: {iterations: 7}}",
+            "{folder: s3://bucket/run}",
+            r"handlers\[0\]\.init_args\.folder='s3://bucket/run'",
+        ),
+        ("seed: 3", "seed: 3, run_dir: kept", r"base\.yaml: training\.run_dir='kept'"),
+    ],
+    ids=["handler", "training"],
+)
+def test_a_folder_that_the_trials_would_share_is_refused(base: Path, before: str, after: str, location: str) -> None:
+    (base / "base.yaml").write_text(CONFIG.replace(before, after))
+    spec = read_spec(written(base))
+    with pytest.raises(ConfigurationError, match=rf"{location}: the trials of a sweep would share this folder .*leave"):
+        check_settings(spec)
+    check_settings(replace(spec, replay=("runs/a",)))  # whose handlers are not made
+
+
+def test_a_folder_cannot_be_varied(base: Path) -> None:
+    spec = read_spec(written(base, space="{handlers.Checkpointer.folder: [a, b]}"))
+    with pytest.raises(ConfigurationError, match=r"space\.handlers\.Checkpointer\.folder=\['a', 'b'\]: .*own run"):
+        check_settings(spec)
+
+
+ODD = """{class_path: tiny.net, init_args:
+  {width: 4, commit: '1234e56', tag: '1e3', face: "😀", since: 2026-01-01, limit: .inf, rates: {0: 0.1}}}"""
+
+
+def test_the_files_of_a_sweep_are_read_back_as_they_were_written(base: Path) -> None:
+    (base / "base.yaml").write_text(CONFIG.replace("{class_path: tiny.net, init_args: {width: 4}}", ODD))
+    spec = read_spec(written(base, space="{model.init_args.tag: ['1e3', '5e1']}"))
+    (base / "out").mkdir()
+    write_saved(spec)
+    saved = read_saved(Path("out"))
+    assert (saved, differing(saved, spec)) == (spec, [])
+    trial = Trial(1, "completed", {"model.init_args.tag": "5e1"}, {"val/loss": 0.5}, Path("out"), "")
+    _write_config(spec, trial, base / "out" / "best.yaml")
+    best = read_config(base / "out" / "best.yaml", {})
+    assert best["model"]["init_args"] == {
+        "width": 4, "commit": "1234e56", "tag": "5e1", "face": "😀", "since": datetime.date(2026, 1, 1),
+        "limit": math.inf, "rates": {0: 0.1},
+    }  # fmt: skip
+
+
+def test_a_trial_gets_the_handlers_of_the_configuration_as_they_are(base: Path) -> None:
+    own = (
+        "{class_path: tiny.Own, init_args: {face: \"😀\", since: 2026-01-01, limit: .inf, rates: {0: 0.1, '1': '1e3'}}}"
+    )
+    (base / "base.yaml").write_text(CONFIG.replace("EventRecorder,", f"{own}, EventRecorder,"))
+    spec = read_spec(written(base, space='{handlers.CSVLogger.every: [1], model.init_args.name: ["😀"]}'))
+    texts = settings_of(spec, {"handlers.CSVLogger.every": 1, "model.init_args.name": "😀"})
+    config = read_config(base / "base.yaml", texts)
+    assert config["model"]["init_args"] == {"width": 4, "name": "😀"}
+    assert config["handlers"][1] == (spec.base or {})["handlers"][1]
+    assert config["handlers"][-1] == {"class_path": "CSVLogger", "init_args": {"every": 1}}
+
+
+def test_a_handler_that_the_configuration_lists_twice_is_refused(base: Path) -> None:
+    two = "{class_path: CSVLogger, init_args: {every: 1}}, {class_path: CSVLogger, init_args: {every: 2}}]"
+    (base / "base.yaml").write_text(CONFIG.replace("CSVLogger]", two))
+    spec = read_spec(written(base, space="{handlers.CSVLogger.every: [1, 2]}"))
+    with pytest.raises(ConfigurationError, match=r"^space\.handlers\.CSVLogger\.every: .* lists 2 handlers CSVLogger"):
+        check_settings(spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -13,7 +15,7 @@ pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.sweep.spec import Spec, read_spec
-from pulsetrain.sweep.study import open_study, storage_errors
+from pulsetrain.sweep.study import _check_sweep, open_study, storage_errors
 
 SPEC = Spec("c", "f", {"rate": (1, 2)}, ("val/loss",), ("min",), "grid")
 
@@ -77,3 +79,13 @@ def test_other_errors_are_not_the_storage_s(tmp_path: Path) -> None:
 def test_the_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is a folder; give the sweep's YAML file, or --status"):
         read_spec(tmp_path)
+
+
+def test_a_study_on_a_server_is_that_of_the_sweep_that_made_it(tmp_path: Path) -> None:
+    data = {"since": datetime.date(2026, 1, 1), "limit": math.inf, "rates": {0: 0.1}}
+    spec = replace(SPEC, base={"data": data})
+    study = open_study(replace(SPEC, folder=str(tmp_path)))
+    _check_sweep(study, spec)
+    _check_sweep(study, spec)
+    with pytest.raises(ConfigurationError, match="a sweep with other values of base; choose another name"):
+        _check_sweep(study, replace(spec, base={"data": {**data, "limit": 1.0}}))

@@ -13,7 +13,7 @@ from pulsetrain.cli import main
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.sweep.results import read_results
-from pulsetrain.sweep.workers import has_ended, owned_by, owner_name
+from pulsetrain.sweep.workers import check_name, has_left, owned_by, owner_of
 from tests.support.training_jobs import processes_with, until, write_run
 
 Streams = pytest.CaptureFixture[str]
@@ -29,19 +29,30 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_worker_has_ended_when_its_lock_is_free(tmp_path: Path) -> None:
+def test_a_worker_has_left_its_trials_when_its_lock_is_free(tmp_path: Path) -> None:
+    own = owner_of(tmp_path, "1")
     with owned_by(tmp_path, "0"):
-        assert not has_ended(tmp_path, owner_name("0"))
-        assert has_ended(tmp_path, owner_name("1"))
-    assert has_ended(tmp_path, owner_name("0"))
-    assert not has_ended(tmp_path, "host:/sweeps/a")  # another kind of owner
-    assert not has_ended(tmp_path, None)
+        assert not has_left(tmp_path, owner_of(tmp_path, "0"), own)
+        assert has_left(tmp_path, owner_of(tmp_path, "2"), own)
+    assert has_left(tmp_path, owner_of(tmp_path, "0"), own)
+    (tmp_path / "other").mkdir()
+    assert not has_left(tmp_path, owner_of(tmp_path / "other", "0"), own)
+    assert not has_left(tmp_path, None, own)
+
+
+def test_the_id_of_a_sweep_stays_when_its_folder_is_renamed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    before = owner_of(tmp_path / "a", None)
+    (tmp_path / "a").rename(tmp_path / "b")
+    after = owner_of(tmp_path / "b", None)
+    assert (before["id"], after["folder"]) == (after["id"], str(tmp_path / "b"))
+    assert has_left(tmp_path / "b", before, after)
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a b", "$(x)", "a/b", "x" * 50])
 def test_a_name_that_cannot_be_in_a_file_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="--worker"):
-        owner_name(name)
+        check_name(name)
 
 
 def test_a_sweep_for_one_process_alone_keeps_workers_out_and_they_keep_it_out(base: Path, capsys: Streams) -> None:

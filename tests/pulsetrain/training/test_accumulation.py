@@ -303,3 +303,39 @@ def update_iterations_after(run: Trainer) -> list[int]:
     run.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, lambda engine: seen.append(engine.state.iteration))
     run.train(resume="latest")
     return seen
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cut", "end"),
+    [
+        (Accumulate(batches=4), Accumulate(batches=1), 12, 19),  # 3 updates, and 7 are left
+        (Accumulate(batches=4), Accumulate(batches=1), 11, 19),  # 2 updates, 3 batches wait, and 1 completes the next
+        (Accumulate(batches=1), Accumulate(batches=4), 3, 31),
+        (Accumulate(batches=1), Accumulate(schedule={0: 1, 6: 2}), 3, 14),
+        (Accumulate(batches=2), Accumulate(schedule={0: 1, 6: 2}), 8, 18),
+        (Accumulate(batches=2), Accumulate(batches=2), 7, 20),
+    ],
+)
+def test_a_bound_in_updates_holds_when_a_run_resumes_under_another_rule(
+    before: Accumulate, after: Accumulate, cut: int, end: int, tmp_path: Path
+):
+    def make(rule: Accumulate, *, saves: bool = True) -> Trainer:
+        saver = Checkpointer(tmp_path, every=Every(iterations=1))
+        config = {"max_updates": 10, "accumulate": rule, "max_epochs": None}
+        return trainer(config, model=linear(), train_loader=split([2] * 25), handlers=[saver] if saves else [])
+
+    first = make(before)
+    first.add_event_handler(Events.ITERATION_COMPLETED(once=cut), lambda engine: engine.terminate())
+    first.train()
+    second = make(after)
+    second.add_event_handler(Events.ITERATION_COMPLETED(once=cut + 2), lambda engine: engine.terminate())
+    second.train(resume="latest")
+    third = make(after)
+    third.train(resume="latest")
+    assert (third.state.update, third.state.iteration, third.total_iterations) == (10, end, end)
+    assert third.state.stop_reason == "max_updates=10 was reached" or end == 25
+    fourth = make(after, saves=False)
+    fourth.train(resume=tmp_path)
+    assert (fourth.state.update, fourth.state.iteration) == (10, end)
+    fourth.train()  # from the beginning
+    assert (fourth.state.update, fourth.state.iteration) == (10, after.batches_in(10))

@@ -405,23 +405,31 @@ def _rows() -> list[dict[str, Tensor]]:
     return [{name: each[row] for name, each in batch.items()} for batch in texts(6, rows=4) for row in range(4)]
 
 
-def test_metrics_that_one_process_lacks_are_left_out():
-    class Own(SFTStrategy):
-        rank = 0
+class OfSomeBatches(SFTStrategy):
+    """No metric of a batch whose rows have fewer than four trained tokens, and another name for more."""
 
-        def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Any]:
-            return {**super().compute_metrics(outputs, batch), f"own{self.rank}": torch.tensor(1.0)}
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Any]:
+        longest = (batch.targets != IGNORED).sum(-1).max()
+        return {} if longest < 4 else {"long" if longest == 5 else "middle": longest}
 
-    def body(rank: int) -> list[tuple[int, dict[str, float]]]:
-        strategy = Own()
-        strategy.rank = rank
-        return logged(trainer(data=torch.utils.data.DataLoader(_rows(), batch_size=4), strategy=strategy))
 
-    for ended in in_processes(body):
-        assert not ended.error, ended.error
-        names = {name for _, metrics in ended.value for name in metrics}
-        assert "train/token_accuracy" in names
-        assert not any("own" in name for name in names)
+def test_metrics_of_some_batches_are_means_over_the_processes_that_have_them():
+    rows = {number: [row for row in _rows() if (row["labels"] != IGNORED).sum() == number] for number in (1, 4, 5)}
+    batches = {number: torch.utils.data.default_collate(found[:2]) for number, found in rows.items()}
+
+    def body(rank: int) -> Any:
+        data = [batches[pair[rank]] for pair in ((1, 1), (5, 1), (1, 4), (5, 5))]
+        run = trainer(data=data, val=data, strategy=OfSomeBatches(), log_every_n_steps=1)
+        points = [metrics for _, metrics in logged(run)]
+        found = [{name: each[name] for name in ("train/long", "train/middle") if name in each} for each in points]
+        return found, {name: run.state.metrics[name] for name in ("val/long", "val/middle")}
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    assert first.value == second.value
+    points, metrics = first.value
+    assert points == [{}, {"train/long": 5.0}, {"train/middle": 4.0}, {"train/long": 5.0}]
+    assert metrics == {"val/long": 5.0, "val/middle": 4.0}
 
 
 def test_virtual_ranks_report_none():

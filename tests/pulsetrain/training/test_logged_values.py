@@ -72,6 +72,15 @@ def test_a_name_of_a_validation_set_goes_with_the_validation_and_stops_early():
     assert all("val/bleu" not in each.metrics for each in events.payloads(Events.METRICS_LOGGED))
 
 
+def test_log_points_that_nobody_hears_leave_it_to_the_validation():
+    trainer = make([EarlyStopping("val/fid", patience=1, mode="min")], validates=True, max_epochs=2)
+    log_iteration(trainer, "val/fid")
+    log_iteration(trainer, "counted")
+    history = trainer.train()
+    assert history["val/fid"] == [2.5, 6.5]
+    assert history["counted"] == [2.5, 6.5]
+
+
 def test_names_of_the_trainer_keep_its_values():
     trainer = make()
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: engine.log("train/loss", 1e9))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,22 @@ import torch
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine import ConfigurationError, Events, Every
+from pulsetrain.engine.events.filters import AfterSeconds
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import (
     Checkpointer,
     ConsoleLogger,
     CSVLogger,
     EventRecorder,
+    HuggingFaceCallbacks,
     JSONLinesLogger,
     LossSpikeGuard,
     LRFinder,
     NaNGuard,
     Plots,
+    Throughput,
 )
+from pulsetrain.testing import ManualClock
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import linear, make
@@ -133,3 +139,62 @@ def test_the_main_process_alone_shows_the_progress_line():
     lines = [line for line in first.stderr.splitlines() if line.startswith("epoch ")]
     assert [line.split(",")[:2] for line in lines] == [["epoch 2/2", " iteration 8/8 (100%)"]] * 2
     assert "epoch" not in second.stderr
+
+
+def test_the_speed_of_a_process_is_that_of_its_share_however_its_operations_are_known():
+    def body(rank: int) -> list[float]:
+        found = []
+        for flops_per_sample in (None, 4 * 4):  # forward 2 for each of 4 weights, and as many for their gradients
+            clock = ManualClock()
+            speed = Throughput(Every(iterations=2), flops_per_sample=flops_per_sample, peak_flops=64.0, clock=clock)
+            made = make(linear(), DataLoader(pairs(16), 4), speed, max_epochs=1)
+            made.on(Events.ITERATION_STARTED)(lambda clock=clock: setattr(clock, "now", clock.now + 1.0))
+            seen: list[Any] = []
+            made.on(Events.METRICS_LOGGED)(lambda engine, event, seen=seen: seen.append(event.payload.metrics))
+            made.train()
+            found.append([each["throughput/mfu"] for each in seen if "throughput/mfu" in each][-1])
+        return found
+
+    for ended in in_processes(body):
+        assert (ended.error, ended.value) == ("", [0.5, 0.5])  # of 2 samples a second
+
+
+def test_a_sweep_of_learning_rates_is_refused():
+    def body(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            LRFinder(iterations=20).run(make(linear(), DataLoader(pairs(16), 4)))
+        return str(refused.value)
+
+    for ended in in_processes(body):
+        assert ended.error == ""
+        assert "LRFinder(world_size=2): each process would end the sweep according to its losses" in ended.value
+
+
+def test_callbacks_of_transformers_know_the_main_process():
+    pytest.importorskip("transformers")
+
+    def body(rank: int) -> tuple[bool, bool]:
+        os.environ["LOCAL_RANK"] = "0"  # each is the first process of its host
+        make(linear(), DataLoader(pairs(16), 4), handler := HuggingFaceCallbacks([]))
+        return handler._state.is_world_process_zero, handler._state.is_local_process_zero
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", "")
+    assert (first.value, second.value) == ((True, True), (False, True))
+
+
+def test_the_clock_of_the_main_process_says_when_all_validate():
+    def body(rank: int) -> list[int]:
+        ticks, make_filter = count(0, 7 if rank else 1), AfterSeconds.__init__
+        AfterSeconds.__init__ = lambda self, seconds, clock: make_filter(self, seconds, lambda: next(ticks))  # type: ignore[method-assign]
+        loader = DataLoader(pairs(48), 4)
+        made = make(linear(), loader, val_loader=loader, validate_every=Every(seconds=5) | Every(epochs=1))
+        validated: list[int] = []
+        made.on(Events.VALIDATION_COMPLETED)(lambda engine: validated.append(engine.state.iteration))
+        made.train()
+        return validated
+
+    first, second = in_processes(body)
+    assert (first.error, second.error) == ("", ""), first.error + second.error
+    # the clock is read once after each iteration, from 0; the iteration after that is the first at which all know
+    assert first.value == second.value == [7, 12, 17, 22, 24]

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, SupervisedStrategy, TorchBackend
 from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder
+from tests.support.loaders import torchdata_loader
 
 ROWS = 12
 
@@ -53,6 +54,21 @@ def seeded_after(seed):
     run = Watched(data())
     torch.manual_seed(seed)
     return run.train()
+
+
+def test_the_runs_seed_decides_the_order_of_a_stateful_loader_that_shuffles():
+    """Its sampler makes a generator, which it seeds from torch's global one."""
+
+    def loader(seed, generator=None):
+        torch.manual_seed(seed)
+        return torchdata_loader(dataset=data().dataset, generator=generator)
+
+    first, other = loader(1), loader(2)
+    rows = Watched(first, seed=5).train().rows
+    assert Watched(other, seed=5).train().rows == Watched(first, seed=5).train().rows == rows
+    assert Watched(other, seed=6).train().rows != rows
+    mine = Watched(loader(1, torch.Generator().manual_seed(5)), seed=6).train().rows
+    assert mine == rows, "of its user's generator"
 
 
 @pytest.mark.parametrize("seeded", [seeded_before, seeded_after])

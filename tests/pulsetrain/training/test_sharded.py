@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain.engine import Accumulate, ConfigurationError, Events, Every, TorchBackend
 from pulsetrain.engine.distributed.saved_shards import in_pieces
@@ -48,6 +48,22 @@ def test_two_shards_learn_what_one_process_learns(config: dict[str, Any]):
         for rows, found in each.value.items():
             assert found["sharded"]
             assert apart(found, one[rows]) < 1e-12, rows
+
+
+def test_two_shards_learn_in_bf16_what_one_process_learns_in_it():
+    def run(backend: Any) -> dict[str, Any]:
+        rows = TensorDataset(*(each.float() for each in double(16).tensors))
+        made = make_with(net().float(), DataLoader(rows, 4), DataLoader(rows, 4), backend=backend, precision="bf16")
+        types = set()
+        made.model[0].register_forward_hook(lambda module, arguments, output: types.add(output.dtype))
+        return {**trained(made), "types": types}
+
+    one = run(None)
+    for each in in_processes(lambda rank: run(sharded())):
+        assert each.error == ""
+        assert each.value["sharded"]
+        assert each.value["types"] == {torch.bfloat16}
+        assert 0 < apart(each.value, one) < 0.02  # bf16 has 8 bits, and half the rows are added at a time
 
 
 def test_an_optimizer_that_was_made_over_the_plain_parameters_updates_the_shards():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine import CheckpointError, Events, Every
@@ -18,7 +18,7 @@ from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, loa
 from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
-from pulsetrain.handlers import EMA, SWA
+from pulsetrain.handlers import EMA, SWA, Checkpointer
 from tests.support.models import pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import make_with
@@ -240,6 +240,39 @@ def test_an_average_of_shards_is_validated_saved_and_resumed(average: Any, first
         assert apart({**found, "val": found["val"][-1:]}, {**whole, "val": whole["val"][-1:]}) < 1e-12
         assert apart(averaged, {"weights": expected, "val": whole["val"][-1:]}) < 1e-12
         assert averaged["weights"] != found["weights"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        self.layers[1].weight = self.layers[0].weight
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.head(self.layers[1](self.layers[0](inputs)))
+        return output
+
+
+def test_a_checkpoint_of_shards_gives_its_averages_to_a_whole_model(tmp_path: Path):
+    """A weight with two names has two copies in it, and one average."""
+
+    def run(rank: int) -> Any:
+        saver, average = Checkpointer(tmp_path / "run", Every(epochs=1), metric="val/loss"), EMA(0.9)
+        loaders = DataLoader(pairs(16), 4), DataLoader(pairs(8), 4)
+        made = make_with(Tied(), *loaders, saver, average, backend=sharded(), max_epochs=2)
+        made.train()
+        with average.applied():
+            return {name: whole_of(each).tolist() for name, each in made.model.state_dict().items()}
+
+    for each in in_processes(run):
+        assert each.error == ""
+        model = Tied()
+        load_weights(model, tmp_path / "run")
+        assert {name: found.tolist() for name, found in model.state_dict().items()} == each.value
+        load_weights(model, tmp_path / "run", averages=False)
+        assert {name: found.tolist() for name, found in model.state_dict().items()} != each.value
 
 
 def test_a_sharded_model_of_another_dtype_is_refused_and_weights_are_loaded_before(tmp_path: Path):

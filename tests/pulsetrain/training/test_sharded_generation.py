@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, Events, Every, Topology, TorchBackend
+from pulsetrain.engine import ConfigurationError, Events, Every, PPOStrategy, Topology, TorchBackend
 from pulsetrain.engine.distributed.ranks import is_sharded
 from pulsetrain.engine.distributed.shards import resharded
+from pulsetrain.engine.rollouts import TextRollouts
 from pulsetrain.engine.rollouts.sampling import sampler_of
-from pulsetrain.engine.strategies import PretrainStrategy
+from pulsetrain.engine.strategies import PretrainStrategy, WithValueHead
 from pulsetrain.handlers import EMA, SampleText
-from tests.support.pretrained import VOCABULARY, saved, trainer_of
+from tests.support.pretrained import VOCABULARY, backend_of, saved, trainer_of
 from tests.support.ranks import in_processes
 
 SHARDS = {"shards": Topology(shard=2), "tensor": Topology(tensor=2)}
@@ -132,8 +133,12 @@ def test_processes_wait_for_the_longest_text(layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", SHARDS)
-def test_models_of_transformers_wait_for_the_longest_text(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "wrap"),
+    [("shards", lambda model: model), ("tensor", lambda model: model), ("shards", WithValueHead)],
+    ids=["shards", "tensor", "shards with value head"],
+)
+def test_models_of_transformers_wait_for_the_longest_text(layout: str, wrap: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     saved("llama", tmp_path)
 
@@ -141,15 +146,40 @@ def test_models_of_transformers_wait_for_the_longest_text(layout: str, tmp_path:
         with torch.no_grad(), resharded(model):
             return sampler(model)(*TEXTS[layout][rank], temperature=temperature)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    def loaded() -> Any:
+        return wrap(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+    model = loaded()
     expected = [[written(model, rank, each) for each in (0.0, 1e-6)] for rank in range(2)]
     assert expected[0][0] == expected[0][1]
 
     def run(rank: int) -> list[list[list[int]]]:
-        made = trainer_of(tmp_path, layout)
+        made = trainer_of(tmp_path, layout, model=loaded())
         return [written(made.model.eval(), rank, each) for each in (0.0, 1e-6)]
 
     assert values(in_processes(run)) == expected
+
+
+@pytest.mark.slow
+def test_ppo_learns_from_texts_that_a_sharded_model_writes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    saved("llama", tmp_path)
+
+    def run(layout: str) -> list[float]:
+        model = WithValueHead(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+        rollouts = TextRollouts(
+            [[3, 4, 5], [6, 7], [8], [9, 2]],
+            lambda prompts, completions: [float(sum(each)) for each in completions],
+            prompts_per_rollout=4,
+            max_new_tokens=4,
+        )
+        config = TrainingConfig(max_updates=4, optimizer="sgd", learning_rate=0.01, seed=1, log_every_n_steps=1)
+        strategy = PPOStrategy(gamma=1.0, minibatch_size=2)
+        made = Trainer(model, rollouts, strategy=strategy, backend=backend_of(layout), config=config)
+        return list(made.train()["train/loss"])
+
+    for losses in values(in_processes(lambda rank: run("shards"))):
+        assert losses == pytest.approx(run("one"), rel=1e-5)
 
 
 @pytest.mark.slow

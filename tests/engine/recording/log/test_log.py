@@ -56,7 +56,10 @@ def test_the_newest_events_of_a_block_are_decoded_alone(count: int, newest: int,
     assert EventLog(tmp_path).block(0, newest) == events[-newest:]
 
 
-@pytest.mark.parametrize("rest", [b"", b"\n\n\n", b"\n\0\0\n", b'\n{"seq":', b'\n{"seq":\n\n\0'])
+RESTS = [b"", b"\n\n\n", b"\n\0\0\n", b'\n{"seq":', b'\n{"seq":\n\n\0', b"\n" * 150_000, b"\n" * 150_000 + b"{\n"]
+
+
+@pytest.mark.parametrize("rest", RESTS)
 def test_what_follows_the_last_line_of_a_tail_is_left_out(rest: bytes):
     line = b'{"seq":1,"c":5}'
     assert written(line + rest) == (line + rest).rstrip(b"\n\0")

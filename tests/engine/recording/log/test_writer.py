@@ -14,6 +14,7 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, Replay, read_ranks
 from pulsetrain.engine.recording.log.blocks import parse
 from pulsetrain.engine.recording.log.files import log_files
+from pulsetrain.engine.recording.log.tail import Tail
 from pulsetrain.handlers import EventRecorder
 
 T = 1_790_000_000_000_000_000
@@ -104,6 +105,53 @@ def test_no_event_is_lost_where_a_block_cannot_be_sealed(tmp_path: Path, monkeyp
     log = EventLog(tmp_path)
     assert [each.ord for each in log.read()] == list(range(1100))
     assert (log.damage, log.ended) == ([], True)
+
+
+def rewind(writer: LogWriter) -> None:
+    writer.rewind(after=39, ord=40, seq=100, t=T)
+
+
+def lose(writer: LogWriter) -> None:
+    writer.lose(seq=150, ord=140, reason="the log is old", t=T)
+
+
+def restore_seams(writer: LogWriter) -> None:
+    writer.restore_seams([(120, 59, 60), (130, 39, 40)], T)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize(
+    ("note", "ord", "left"),
+    [(rewind, 40, range(40)), (restore_seams, 40, range(40)), (lose, 140, range(100))],
+    ids=["rewind", "restore_seams", "lose"],
+)
+def test_a_resume_on_a_full_disk_keeps_its_place_in_the_log(
+    note: Any, ord: int, left: range, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    writer, write, append = written(tmp_path, 100), os.pwrite, Tail.append
+    writer.next_ord = 100
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    if note is not rewind:  # which seals first; the tail has room
+        monkeypatch.setattr(Tail, "append", full)
+    with pytest.raises(OSError, match="No space"):
+        note(writer)
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(Tail, "append", append)
+    assert writer.next_ord == ord
+    if killed and note is rewind:
+        writer.close()
+        writer = LogWriter(tmp_path)
+        assert writer.next_ord == ord
+    for n in range(ord, ord + 20):
+        writer.add(LoggedEvent(n, "trainer", "iteration_completed", 1, n, seq=200 + n, t=T + n))
+    end(writer)
+    log = EventLog(tmp_path)
+    assert [each.ord for each in log.read() if each.ord >= 0] == [*left, *range(ord, ord + 20)]
+    assert len(log.verify()) == (note is lose), "what was lost, and nothing else"
 
 
 @pytest.mark.slow

@@ -131,6 +131,27 @@ class TestOrder:
         assert losses == [1.0, 3.0]
         assert ends == []
 
+    @pytest.mark.parametrize("resumed_at", [1, 2, 0])
+    def test_a_resumed_run_has_saved_the_checkpoint_that_it_resumed_from_and_no_later_one(
+        self, log, tmp_path, resumed_at
+    ):
+        log.add(Events.STARTED, is_observed=True, iteration=0)
+        places = [0]
+        for iteration in (1, 2, 3):
+            places.append(log.add(Events.ITERATION_COMPLETED, iteration=iteration, output={"loss": 1.0}))
+            saved = {"path": "x", "iteration": iteration, "bytes": 1, "seconds": 1.0, "is_best": False}
+            log.add(Events.CHECKPOINT_SAVED, iteration=iteration, payload=saved, is_observed=True)
+        log.seq += 1
+        log.writer.rewind(places[resumed_at], resumed_at, log.seq, START)
+        log.ord = resumed_at
+        log.add(Events.STARTED, is_observed=True, iteration=resumed_at)
+        log.close()
+        replay = Replay(tmp_path)
+        heard = hear(replay, Events.CHECKPOINT_SAVED)
+        replay.run()
+        assert [event.iteration for event in heard] == [*range(1, resumed_at + 1)]
+        assert replay.state.save == resumed_at
+
     def test_a_damaged_block_is_passed_over_and_listed(self, log, tmp_path):
         train(log, epochs=2, length=600, validate=False)
         log.close()

@@ -1,14 +1,13 @@
-"""The strategies beside TRL and Stable-Baselines3, side by side: what is learnt, and how fast.
+"""GRPO beside TRL's: the rewards that are reached.
 
-    python -m benchmarks strategies                                   # short: 2 seeds, and few steps of PPO
-    python -m benchmarks strategies --seeds 10 --steps 100000         # with the bounds of what is learnt; takes hours
+    python -m benchmarks grpo                 # 2 seeds, which show no difference reliably
+    python -m benchmarks grpo --seeds 10      # with the bounds
 
-SFT, DPO and GRPO do the work of `against_trl`, PPO that of `against_sb3`; the rows about speed are theirs. GRPO also
-learns a task for UPDATES updates with each seed: texts with many even tokens. Both sides have the same model, prompts,
+With each seed, both learn a task for UPDATES updates: texts with many even tokens. They have the same model, prompts,
 reward and hyper-parameters, and draw texts of their own. Compared are the mean reward of the last LAST rollouts, and
 that of all rollouts, which also shows how fast it rose. A difference is ours minus TRL's with the same seed, in percent
 of the span of possible rewards. Its lower end is that of the 95% interval of the mean difference over the seeds, by
-bootstrap. With fewer than 10 seeds it has no bound.
+bootstrap. With fewer than 10 seeds it has no bound. The speeds are compared by `against_trl`.
 That losses and weights are those of TRL is a test: tests/integration/test_trl_strategies.py.
 """
 
@@ -44,7 +43,7 @@ def reached(train: Any, model: Any, seed: int, updates: int) -> tuple[float, flo
     return statistics.mean(rewards[-LAST:]), statistics.mean(rewards)
 
 
-def grpo_rows(seeds: int, updates: int) -> list[Row]:
+def measure(seeds: int, updates: int) -> list[Row]:
     """How far apart the rewards are that GRPO reaches."""
     pairs: list[list[tuple[float, float]]] = []
     for seed in range(seeds):
@@ -58,7 +57,7 @@ def grpo_rows(seeds: int, updates: int) -> list[Row]:
         apart = [100 * (one - other) for one, other in zip(mine, theirs, strict=True)]
         rows.append(
             Row(
-                name=f"GRPO: difference of {what}, lower end, % of the span", measured=against_sb3.lower_end(apart),
+                name=f"difference of {what}, lower end, % of the span", measured=against_sb3.lower_end(apart),
                 kind="size", bound=LOWEST if bounded else None, at_least=True,
                 also={"ours": statistics.mean(mine), "reference": statistics.mean(theirs)},
             )
@@ -68,34 +67,21 @@ def grpo_rows(seeds: int, updates: int) -> list[Row]:
 
 def main() -> int:
     """Measure and print; the exit status is 1 if a bound is missed."""
-    parser = make_parser("strategies", __doc__)
+    parser = make_parser("grpo", __doc__)
     parser.add_argument("--seeds", type=int, default=2, help="the number of seeds [%(default)s]")
-    parser.add_argument("--updates", type=int, default=UPDATES, help="of GRPO with a seed [%(default)s]")
-    parser.add_argument("--steps", type=int, default=10_000, help="environment steps of PPO [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="of the measurement of TRL's speed [%(default)s]")
-    parts = ["TRL", *against_sb3.WORK]
-    parser.add_argument("--only", nargs="+", choices=parts, default=["TRL", "CartPole"], metavar="NAME")
+    parser.add_argument("--updates", type=int, default=UPDATES, help="with a seed [%(default)s]")
     options = parser.parse_args()
     torch.set_num_threads(1)
 
     def rows() -> tuple[list[Row], list[str]]:
-        found: list[Row] = []
-        notes: list[str] = []
-        if "TRL" in options.only:
-            try:
-                import trl
-            except ImportError as error:
-                notes.append(f"TRL: absent: {error}; pip install -e '.[bench]'")
-            else:
-                notes.append(f"trl {trl.__version__}, {options.seeds} seeds, {options.updates} updates")
-                measured = against_trl.measure(list(against_trl.WORK), options.rounds, against_trl.MEASURED)
-                found += against_trl.rows_of(measured)
-                found += grpo_rows(options.seeds, options.updates)
-        names = [name for name in options.only if name != "TRL"]
-        more, said = against_sb3.measured(names, options.seeds, options.steps) if names else ([], [])
-        return [*found, *more], [*notes, *said]
+        try:
+            import trl
+        except ImportError as error:
+            return [], [f"TRL: absent: {error}; pip install -e '.[bench]'"]
+        note = f"trl {trl.__version__}, {options.seeds} seeds, {options.updates} updates"
+        return measure(options.seeds, options.updates), [note]
 
-    return report(options, "beside TRL and SB3", rows)
+    return report(options, "rewards of GRPO, ours and TRL's", rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,132 @@
+"""Trials answered from the logs of recorded runs: only arguments of handlers that end a run vary."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.configuration.shipped_handlers import HANDLERS
+from pulsetrain.configuration.yaml_text import read_yaml
+from pulsetrain.engine.errors import ConfigurationError, RecordingError
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.handlers.run_files.redaction import redacted
+from pulsetrain.reproduce.what_if import check_apart, make_handler, replay_to
+from pulsetrain.runs.index import RunIndex
+from pulsetrain.runs.summary import Status, check_run, summarize
+from pulsetrain.sweep.spec import Range, Spec
+from pulsetrain.sweep.trials import Outcome, handlers_of, name_of, outcome_of
+
+__all__ = ["check_replay", "recorded_runs", "replayed_outcome"]
+
+REPLAYABLE = ("EarlyStopping", "LossSpikeGuard", "NaNGuard", "StepLimit", "TimeLimit")
+"""Shipped handlers that only observe a run until they end it."""
+
+
+def check_replay(spec: Spec) -> None:
+    """Check that recorded runs can answer.
+
+    Raises:
+        ConfigurationError: a setting varies that changes what is trained, or an entry needs runs that are trained.
+        RunFolderError: a run to be replayed is not there.
+        RecordingError: it has no log.
+    """
+    for setting, handler in _varied(spec).items():
+        if handler not in REPLAYABLE and (not handler or handler in HANDLERS):
+            raise ConfigurationError(
+                f"replay: {setting} changes what is trained, and recorded runs cannot answer that; only arguments of "
+                f"{', '.join(REPLAYABLE)} and of your own handlers may vary, such as handlers.EarlyStopping.patience; "
+                "leave replay out, or add --train"
+            )
+    if spec.sampler == "population" or spec.pruner != "none":
+        chosen = "pruner" if spec.pruner != "none" else "sampler"
+        raise ConfigurationError(
+            f"replay: {chosen}={getattr(spec, chosen)!r} acts on runs that train, and recorded runs are not trained; "
+            f"leave out replay or {chosen}, or add --train"
+        )
+    for run in map(Path, spec.replay):
+        check_run(run)
+        EventLog(run)
+    first = {name: each.low if isinstance(each, Range) else each[0] for name, each in spec.space.items()}
+    for entry in _handlers(spec, first):  # an argument may have no default
+        check_apart(entry, _location(entry), partial(make_handler, entry, _location(entry)))
+
+
+def replayed_outcome(spec: Spec, params: dict[str, Any]) -> Outcome:
+    """What the recorded runs say about the values of a trial: the means of the metrics, and the iterations of all.
+
+    Raises:
+        PulsetrainError: a run has no such metric, or ended before these values would have ended it.
+    """
+    handlers = _handlers(spec, params)
+    found = [_outcome(spec, Path(run), handlers) for run in spec.replay]
+    values = tuple(math.fsum(each) / len(found) for each in zip(*(one.values for one in found), strict=True))
+    return Outcome(values, "", sum(one.iteration for one in found))
+
+
+def recorded_runs(spec: Spec) -> list[str] | None:
+    """The completed runs of the same configuration, from which the sweep could be answered by replay.
+
+    They are searched where `pulsetrain train` puts them. The varied handlers, and a seed that the configuration leaves
+    open, may differ. None if the sweep has to train.
+    """
+    varied = set(_varied(spec).values())
+    if not varied <= set(REPLAYABLE) or spec.sampler == "population":
+        return None
+    base = dict(spec.base or {})
+    folder = Path(str(base["run"])).parent
+    if not folder.is_dir():
+        return []
+    wanted = _compared(base, base, varied)
+    found = [run.folder for run in RunIndex(folder).summaries() if run.status is Status.COMPLETED]
+    alike = [run for run in found if _compared(_config_of(run), base, varied) == wanted]
+    return [str(run) for run in alike]
+
+
+def _compared(config: dict[str, Any], base: dict[str, Any], without: set[str]) -> dict[str, Any]:
+    """What has to be the same in the sweep's configuration and in that of a recorded run."""
+    training = dict(config.get("training") or {})
+    if (base.get("training") or {}).get("seed") is None:
+        training.pop("seed", None)
+    handlers = [each for each in config.get("handlers") or () if name_of(each) not in without]
+    compared: dict[str, Any] = redacted({**config, "run": "", "training": training, "handlers": handlers})
+    return compared
+
+
+def _config_of(run: Path) -> dict[str, Any]:
+    try:
+        found = read_yaml(run / "config.yaml")
+    except ConfigurationError:  # made without a configuration, or damaged
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _varied(spec: Spec) -> dict[str, str]:
+    """Setting -> the name of the handler whose argument it is; "" for another setting."""
+    parts = {setting: setting.split(".") for setting in spec.space}
+    return {name: part[1] if part[0] == "handlers" and len(part) > 2 else "" for name, part in parts.items()}
+
+
+def _handlers(spec: Spec, params: dict[str, Any]) -> list[dict[str, Any]]:
+    """The varied handlers of the configuration, each with class_path and init_args."""
+    varied = set(_varied(spec).values())
+    found = [each for each in handlers_of(spec, params) if name_of(each) in varied]
+    return [{"init_args": {}, **({"class_path": each} if isinstance(each, str) else each)} for each in found]
+
+
+def _location(handler: dict[str, Any]) -> str:
+    return f"handlers.{name_of(handler)}"
+
+
+def _outcome(spec: Spec, run: Path, handlers: list[dict[str, Any]]) -> Outcome:
+    replay = Replay(run, obey_terminate=True)
+    stop = replay_to(replay, [make_handler(each, _location(each)) for each in handlers])
+    if stop is None and (ended := summarize(run)).status is not Status.COMPLETED:
+        why = f" ({ended.reason})" if ended.reason else ""
+        raise RecordingError(
+            f"{run}: is {ended.status.value} at iteration {ended.iteration}{why}, and these values would not have "
+            "ended it until then; replay a run that was not ended early, or add --train"
+        )
+    return outcome_of(spec, run, stop)

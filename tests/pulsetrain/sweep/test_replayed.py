@@ -1,0 +1,187 @@
+"""Sweeps that recorded runs answer: the same results as those that train, from the logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
+pytest.importorskip("plotly", reason="pip install 'pulsetrain[sweep]'")
+
+from pulsetrain.cli import main
+from pulsetrain.configuration.parse import read_config
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.sweep.replayed import recorded_runs
+from pulsetrain.sweep.results import read_results
+from pulsetrain.sweep.spec import read_spec
+from tests.faults.sweeps import CONFIG, MODEL
+from tests.pulsetrain.cli.test_cli_sweep import pulsetrain
+from tests.pulsetrain.serve.test_sweeps import found_below
+from tests.support.run_folders import content, write_run
+
+Streams = pytest.CaptureFixture[str]
+STOPPING = "{class_path: EarlyStopping, init_args: {metric: val/loss}}"
+SWEEP = (
+    "config: base.yaml\nfolder: out\nsampler: grid\nmetric: val/loss\n"
+    "space: {handlers.EarlyStopping.patience: [1, 2, 3], handlers.EarlyStopping.min_delta: [0, 0.3]}\n"
+)
+FIRST = [1.0, 0.8, 0.9, 0.6, 0.7, 0.8, 0.5, 0.4]
+SECOND = [1.0, 1.1, 0.9, 0.8, 0.9, 1.0, 1.1, 0.7]
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    (tmp_path / "base.yaml").write_text(CONFIG.replace("CSVLogger]", f"{STOPPING}]"))
+    write_run(tmp_path / "runs" / "a", FIRST, epochs=8)
+    write_run(tmp_path / "runs" / "b", SECOND, epochs=8)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sweep(text: str, *words: str) -> int:
+    Path("s.yaml").write_text(text)
+    return main(["sweep", "s.yaml", *words])
+
+
+def test_a_replayed_sweep_leaves_what_a_trained_one_leaves(base: Path, capsys: Streams) -> None:
+    before = content(base / "runs")
+    assert sweep(SWEEP + "replay: runs/a\n") == 0
+    said = capsys.readouterr()
+    assert "answered from the logs of 1 run(s), without training" in said.err
+    assert "trial 0 completed: val/loss 0.8, 15 iterations (handlers.EarlyStopping.patience 1, " in said.err
+    assert (
+        "best trial     4: replayed from runs/a\nconfiguration  out/best.yaml\npictures       out/sweep.html"
+        in said.out
+    )
+    results = read_results(Path("out"))
+    found = {(each.params["handlers.EarlyStopping.patience"], each.params["handlers.EarlyStopping.min_delta"]): each
+             for each in results.trials}  # fmt: skip
+    assert {key: (each.values["val/loss"], each.iterations) for key, each in found.items()} == {
+        (1, 0): (0.8, 15), (2, 0): (0.6, 30), (3, 0): (0.4, 40),
+        (1, 0.3): (0.8, 10), (2, 0.3): (0.8, 15), (3, 0.3): (0.5, 35),
+    }  # fmt: skip
+    best = read_config(Path("out/best.yaml"), {})
+    assert best["handlers"][-1]["init_args"] == {"metric": "val/loss", "patience": 3, "min_delta": 0}
+    page = Path("out/sweep.html").read_text()
+    for title in ("History of val/loss", "Settings and val/loss", "Importance of the settings for val/loss"):
+        assert title in page
+    assert "<th>iterations</th>" in page
+    assert content(base / "runs") == before
+    assert sweep(SWEEP + "replay: runs/a\n") == 0  # nothing is left to do
+    assert capsys.readouterr().out == said.out
+
+
+def test_the_page_lists_a_replayed_sweep(base: Path) -> None:
+    assert sweep(SWEEP + "replay: runs/a\n") == 0
+    (found,) = found_below(base)
+    assert (found["id"], found["best"]) == ("out", 4)
+    trials = found["trials"]
+    assert isinstance(trials, list)
+    assert [each["iterations"] for each in trials][:2] == [40, 35]
+
+
+def test_several_runs_give_means_and_ranges_can_be_searched(base: Path) -> None:
+    text = SWEEP.replace("grid", "tpe\ntrials: 3").replace("[1, 2, 3]", "{low: 10, high: 1000}")
+    text = text.replace("[0, 0.3]", "[0]")
+    assert sweep(text + "replay: [runs/a, runs/b]\n") == 0
+    trials = read_results(Path("out")).trials
+    assert [each.state for each in trials] == ["completed"] * 3
+    assert {(round(each.values["val/loss"], 6), each.iterations) for each in trials} == {(0.55, 80)}
+
+
+def test_of_equal_trials_the_best_has_the_fewest_iterations(base: Path) -> None:
+    write_run(base / "runs" / "c", [0.5, *[1.0] * 7], epochs=8)
+    assert sweep(SWEEP.replace("[1, 2, 3]", "[3, 1, 2]").replace("[0, 0.3]", "[0]") + "replay: runs/c\n") == 0
+    best = read_results(Path("out")).best
+    assert best is not None
+    assert (best.number, best.iterations) == (1, 10)
+
+
+def test_a_run_that_was_ended_earlier_does_not_answer(base: Path, capsys: Streams) -> None:
+    write_run(base / "runs" / "c", FIRST[:5], "terminate", reason="early stopping", epochs=8)
+    assert sweep(SWEEP.replace("[0, 0.3]", "[0]") + "replay: runs/c\n") == 0
+    first, *others = read_results(Path("out")).trials
+    assert (first.state, first.iterations) == ("completed", 15)
+    assert [each.state for each in others] == ["failed", "failed"]
+    assert "runs/c: is stopped at iteration 25 (early stopping), and these values would not have ended it" in (
+        others[0].error
+    )
+
+
+def test_an_argument_without_a_default_may_vary(base: Path) -> None:
+    (base / "base.yaml").write_text(CONFIG.replace("CSVLogger", "StepLimit"))
+    space = "space: {handlers.StepLimit.iterations: [15, 35]}"
+    assert sweep(SWEEP[: SWEEP.index("space")] + space + "\nreplay: runs/a\n") == 0
+    assert [(each.values["val/loss"], each.iterations) for each in read_results(Path("out")).trials] == [
+        (0.8, 15), (0.6, 35),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("handlers.EarlyStopping.patience: [1, 2, 3]", "training.learning_rate: [1]"), "learning_rate changes"),
+        (("EarlyStopping.patience: [1, 2, 3]", "Checkpointer.keep_last: [1, 2]"), "keep_last changes"),
+        (("grid", "grid\npruner: median"), "pruner='median' acts on runs that train"),
+        (("runs/a", "runs/none"), "runs/none: does not exist"),
+        (("val/loss\nspace", "val/regret\nmode: min\nspace"), "val/regret"),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_logs_cannot_answer_is_refused(
+    change: tuple[str, str], message: str, base: Path, capsys: Streams
+) -> None:
+    assert sweep((SWEEP + "replay: runs/a\n").replace(*change)) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("out/best.yaml").exists()
+
+
+def test_a_replayed_sweep_is_not_continued_by_training(base: Path, capsys: Streams) -> None:
+    assert sweep(SWEEP + "replay: runs/a\n") == 0
+    assert sweep(SWEEP + "replay: runs/a\n", "--train") == 2
+    assert "holds a sweep with other values of replay" in capsys.readouterr().err
+
+
+def test_runs_of_the_same_configuration_are_named_where_they_could_answer(base: Path, capsys: Streams) -> None:
+    config = read_config(Path("base.yaml"), {})
+    stopping = {"class_path": "EarlyStopping", "init_args": {"metric": "val/loss", "patience": 9}}
+    alike = {**config, "run": "runs/b", "handlers": [*config["handlers"][:-1], stopping]}
+    (base / "runs" / "b" / "config.yaml").write_text(yaml.safe_dump(alike))
+    other = {**config, "training": {**config["training"], "learning_rate": 1.0}}
+    (base / "runs" / "a" / "config.yaml").write_text(yaml.safe_dump(other))
+    (base / "out").mkdir()
+    (base / "out" / "thesis.txt").write_text("so that nothing is trained")
+    assert sweep(SWEEP) == 2
+    assert "that without training; to use those of the same configuration, add to s.yaml:\n    replay: [runs/b]\n" in (
+        capsys.readouterr().err
+    )
+    assert sweep(SWEEP, "--train") == 2
+    assert "without training" not in capsys.readouterr().err
+    Path("s.yaml").write_text(SWEEP.replace("EarlyStopping.min_delta: [0, 0.3]", "Checkpointer.keep_last: [1]"))
+    assert recorded_runs(read_spec(Path("s.yaml"))) is None
+
+
+@pytest.mark.slow
+def test_logs_give_the_values_that_training_gives_and_the_best_configuration_trains_to_them(base: Path) -> None:
+    noisy = CONFIG.replace("CSVLogger", f"StepLimit, {STOPPING}").replace("1e-2, optimizer: sgd, seed: 3", "0.15")
+    noisy = noisy.replace("StepLimit", "{class_path: StepLimit, init_args: {iterations: 1000}}")
+    (base / "base.yaml").write_text(noisy)
+    whole = pulsetrain("train", "base.yaml", "--run", "runs/whole", "--training.seed=7", "--training.max_epochs=4")
+    assert whole.returncode == 0, whole.stderr
+    (base / "base.yaml").write_text(noisy.replace("max_epochs: 6", "max_epochs: 4"))
+    text = SWEEP.replace("EarlyStopping.min_delta: [0, 0.3]", "StepLimit.iterations: [15, 20, 35]")
+    answers = []
+    for folder, more in (("out", "replay: runs/whole\n"), ("trained", "seed: 7\n")):
+        Path("s.yaml").write_text(text.replace("folder: out", f"folder: {folder}") + more)
+        done = pulsetrain("sweep", "s.yaml")
+        assert done.returncode == 0, done.stderr
+        answers.append([dict(each.values) for each in read_results(Path(folder)).trials])
+    assert answers[0] == answers[1]
+    trained = pulsetrain("train", "out/best.yaml", "--run", "again")
+    assert trained.returncode == 0, trained.stderr
+    best = read_results(Path("out")).best
+    assert best is not None
+    losses = [each.payload["metrics"]["val/loss"] for each in EventLog("again").read(event="validation_completed")]  # type: ignore[index, call-overload]
+    assert min(losses) == best.values["val/loss"]
