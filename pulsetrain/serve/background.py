@@ -74,6 +74,10 @@ class BackgroundReader:
             self._reading[name] = future
         future.add_done_callback(lambda done: self._finished(name, sign, pool, done))
 
+    def forget(self, name: str) -> None:
+        """Do not suspect a run that need not be read again: its points are there, or it was removed."""
+        self._suspects.discard(name)
+
     def close(self) -> None:
         """End the processes."""
         self._is_closed = True

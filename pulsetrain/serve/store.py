@@ -102,6 +102,8 @@ class Store:
             if may_be_read_again or name not in found:
                 self._stored.pop(name, None)
                 self._unread.pop(name, None)
+            if name not in found:
+                self._reader.forget(name)
             if is_changed or may_be_read_again:
                 self._on_change(name)
         with self._lock:
@@ -138,15 +140,15 @@ class Store:
         if unread is not None and unread[0] == sign:
             return unread[1].reason
         stored = self._stored.get(name)
-        if stored is not None and stored.about.sign == sign and stored.is_there:
-            return stored.opened()
-        folder = self._folder / _key(name)
-        stored = StoredSeries.open(folder, sign)
-        if stored is None:
-            self._reader.read(name, summary.folder, folder, sign)
-        else:
-            self._stored[name] = stored.opened()
-        return stored
+        if stored is None or stored.about.sign != sign or not stored.is_there:
+            folder = self._folder / _key(name)
+            stored = StoredSeries.open(folder, sign)
+            if stored is None:
+                self._reader.read(name, summary.folder, folder, sign)
+                return None
+            self._stored[name] = stored
+        self._reader.forget(name)  # its process may have been killed once the points were written
+        return stored.opened()
 
     @property
     def reading(self) -> int:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +27,18 @@ def kill_at_large(run: Path, folder: Path, sign: str) -> Failure | None:
     if run.name == "large":
         os.kill(os.getpid(), signal.SIGKILL)
     return REAL(run, folder, sign)
+
+
+def kill_after(run: Path, folder: Path, sign: str) -> Failure | None:
+    """As the system does, but once the points are written."""
+    REAL(run, folder, sign)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def kill(run: Path, folder: Path, sign: str) -> Failure | None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def fail_once(run: Path, folder: Path, sign: str) -> Failure | None:
@@ -52,6 +65,39 @@ def test_only_the_run_whose_process_is_killed_fails(tmp_path: Path, monkeypatch:
         assert isinstance(store.series("large"), str)  # it is not tried again
         assert not store._reader._suspects
         assert store.reading == 0
+    finally:
+        store.close()
+
+
+def test_a_run_whose_points_are_there_is_not_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_run(tmp_path / "a", [1.0])
+    monkeypatch.setattr(background, "_store", kill_after)
+    ended = threading.Event()
+    store = Store(tmp_path, lambda run: ended.set())
+    try:
+        ended.clear()
+        assert store.series("a") is None
+        assert ended.wait(60)
+        assert store._reader._suspects == {"a"}
+        assert not isinstance(all_read(store, ["a"])["a"], str)
+        assert not store._reader._suspects
+    finally:
+        store.close()
+
+
+def test_a_run_that_was_removed_is_not_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = write_run(tmp_path / "a", [1.0])
+    monkeypatch.setattr(background, "_store", kill)
+    ended = threading.Event()
+    store = Store(tmp_path, lambda run: ended.set())
+    try:
+        ended.clear()
+        assert store.series("a") is None
+        assert ended.wait(60)
+        assert store._reader._suspects == {"a"}
+        shutil.rmtree(run)
+        store.refresh()
+        assert not store._reader._suspects
     finally:
         store.close()
 
