@@ -117,6 +117,8 @@ class Dispatch:
         inside = [subscription for subscription in subscriptions if not isinstance(subscription.filter, EventFilter)]
         self.filtered = self.calls.filtered
         self.inside = Calls(inside, newest) if len(inside) < len(subscriptions) else self.calls
+        # the same for many handlers with the same filter
+        self.windows = list({each.filter for each in subscriptions if isinstance(each.filter, EventFilter)})
         active = [subscription.filter for subscription in subscriptions if not subscription.passive]
         # the filters of those that are not passive; None if one of them may be due at any value
         filters = [each for each in active if isinstance(each, EventFilter)]
@@ -156,6 +158,5 @@ class Dispatch:
         """Find the values above `value` at which nothing is due; the filters were applied at `value` itself."""
         if self.counter not in LOOP_COUNTERS and self.inside:
             return  # a handler may advance the counter in the middle of the event: apply each filter in its turn
-        filters = [each.filter for each in self.calls.subscriptions if isinstance(each.filter, EventFilter)]
-        high = min([each.next_due(value) for each in filters], default=NEVER)
+        high = min([each.next_due(value) for each in self.windows], default=NEVER)
         self.low, self.high = value + 1, high
