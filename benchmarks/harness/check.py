@@ -35,7 +35,7 @@ def check(
 
     A benchmark that misses a bound runs again before that is reported. In the short form, which compares ratios alone,
     with slack, it runs once more, and a row is missed if both runs miss it. Otherwise it runs twice more, and a row has
-    the verdict of most of its three measurements, which is that of their median.
+    the verdict of most of its three measurements; if all three differ, it is missed.
 
     Args:
         chosen: the benchmarks with their options.
