@@ -108,12 +108,12 @@ class RunIndex:
         """The paths of runs and archives, with their signs."""
         self.unreadable, self.sweeps, self._changed = [], [], {}
         settled = time.time_ns() - _RECENT
+        unchanged = _unchanged(known)
         todo = [(str(self.root), 0)]
         while todo:
             folder, depth = todo.pop()
-            before = known.get(folder)
-            if before is not None and before.is_unchanged(folder):
-                yield folder, before.sign
+            if folder in unchanged:
+                yield folder, known[folder].sign
                 continue
             try:
                 with os.scandir(folder) as entries:
@@ -228,6 +228,33 @@ def _changed_at(folder: str) -> int:
         return 0
 
 
+def _unchanged(known: Mapping[str, _Known]) -> set[str]:
+    """The folders that need not be looked through. Of many, another process examines one half."""
+    folders = [*known]
+    if len(folders) < _MANY or not _may_fork():
+        return {each for each in folders if known[each].is_unchanged(each)}
+    half = len(folders) // 2
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writes, bytes(known[each].is_unchanged(each) for each in folders[half:]))
+        finally:
+            os._exit(0)
+    os.close(writes)
+    unchanged = {each for each in folders[:half] if known[each].is_unchanged(each)}
+    with open(reads, "rb") as file:
+        found = file.read()  # less if that process was killed: then the others are looked through
+    with suppress(ChildProcessError):  # the system has already waited for it
+        os.waitpid(child, 0)
+    return unchanged | {each for each, is_same in zip(folders[half:], found, strict=False) if is_same}
+
+
+def _may_fork() -> bool:
+    """Whether another process helps; in it, a lock that another thread holds now would stay locked."""
+    return hasattr(os, "fork") and (os.cpu_count() or 1) > 1 and threading.active_count() == 1
+
+
 def _sizes(path: str, names: Iterable[str]) -> str:
     parts = []
     for name in names:
@@ -244,8 +271,7 @@ def _is_archive(path: str) -> bool:
 
 
 def _read(paths: list[str]) -> list[bytes | None]:
-    # in a fork, a lock that another thread holds, such as one of the server, would stay locked
-    if len(paths) < _MANY or (os.cpu_count() or 1) < 2 or threading.active_count() > 1:
+    if len(paths) < _MANY or not _may_fork():
         return [_summary(path) for path in paths]
     from concurrent.futures import ProcessPoolExecutor  # here: a known folder is listed without
 

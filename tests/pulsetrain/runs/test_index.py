@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -156,14 +157,48 @@ def test_many_runs_are_read_by_several_processes_in_the_same_order(root: Path, m
 def test_where_other_threads_run_no_process_is_forked(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(index_module, "_MANY", 1)
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", lambda *words: pytest.fail("processes are started"))
+    monkeypatch.setattr(index_module.os, "fork", lambda: pytest.fail("a process is started"))
     end = threading.Event()
     other = threading.Thread(target=end.wait)
     other.start()
     try:
         assert names(root) == ["a", "b"]
+        assert names(root) == ["a", "b"]  # from the index
     finally:
         end.set()
         other.join()
+
+
+def many(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Runs that two processes examine."""
+    monkeypatch.setattr(index_module, "_MANY", 1)
+    monkeypatch.setattr(index_module, "_RECENT", 0)
+    monkeypatch.setattr(index_module.os, "cpu_count", lambda: 2)
+    folders = [write_run(root / f"run-{number}", [1.0]) for number in range(6)]
+    assert names(root) == [each.name for each in folders]
+    assert unchanged(root) == folders
+    return folders
+
+
+def unchanged(root: Path) -> list[Path]:
+    return sorted(map(Path, index_module._unchanged(RunIndex(root)._known())))
+
+
+def test_two_processes_that_examine_many_runs_see_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = many(tmp_path, monkeypatch)
+    for each in (folders[0], folders[5]):
+        change_tags(each, added=["new"])
+    shutil.rmtree(folders[4])
+    assert unchanged(tmp_path) == folders[1:4]
+    found = {each.name: each.tags for each in RunIndex(tmp_path).summaries()}
+    assert found == {"run-0": ("new",), "run-1": (), "run-2": (), "run-3": (), "run-5": ("new",)}
+
+
+def test_runs_that_a_killed_process_was_to_examine_are_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = many(tmp_path, monkeypatch)
+    monkeypatch.setattr(index_module.os, "write", lambda file, data: os.kill(os.getpid(), signal.SIGKILL))
+    assert 0 < len(unchanged(tmp_path)) < 6
+    assert names(tmp_path) == [each.name for each in folders]
 
 
 @pytest.mark.parametrize("name", ["samples", "plots", "traces", "checkpoints"])
