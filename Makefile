@@ -110,7 +110,7 @@ format: $(VENV)/installed-dev ## let ruff fix what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/installed-dev ## the benchmarks of docs/performance.md, about 18 minutes on 2 slow cores; e.g. make bench ARGS=trainers
+bench: $(VENV)/installed-dev ## the benchmarks of docs/performance.md, about 15 minutes on 2 slow cores; e.g. make bench ARGS=trainers
 	$(step) 'Benchmarks'
 	@$(BIN)/python -m benchmarks $(ARGS)
 
