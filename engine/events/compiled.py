@@ -84,6 +84,7 @@ class Dispatch:
     connected: bool
     always: bool
     plain: bool
+    windows: list[EventFilter]
     low: int
     high: int
 
