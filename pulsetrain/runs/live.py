@@ -103,18 +103,25 @@ class LiveRun:
         before = self.status
         self._find_ranks()
         deadline = None if seconds is None else time.monotonic() + seconds
-        changed = False
-        while True:
-            changed |= self._read()
-            if self.share_read == 1.0 or (deadline is not None and time.monotonic() > deadline):
-                break
+        changed = self._read_until(deadline)
         self._judge()
+        if self.status is Status.KILLED:  # or its process ended after the read, and wrote more before
+            changed |= self._read_until(deadline)
+            self._judge()
         if self.status is Status.KILLED:  # nobody will complete what is open
             left = {rank: live.log.finish() for rank, live in self.ranks.items()}
             for rank, events in left.items():
                 self.ranks[rank].add(events)
             self._keep(left)
         return changed or self.status is not before
+
+    def _read_until(self, deadline: float | None) -> bool:
+        """Read what is new, until about this time; returns whether anything was."""
+        changed = False
+        while True:
+            changed |= self._read()
+            if self.share_read == 1.0 or (deadline is not None and time.monotonic() > deadline):
+                return changed
 
     def _read(self) -> bool:
         """Read a part of what is new; returns whether anything was."""

@@ -186,6 +186,27 @@ def test_open_events_of_a_killed_run_count(tmp_path: Path):
     assert not run.update()
 
 
+def test_a_run_that_ends_while_it_is_looked_at_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log, run, judge = Writing(tmp_path), LiveRun(tmp_path), LiveRun._judge
+    own(tmp_path, os.getpid())
+    log.train(1, 3)
+    last = log.add("completed", 3, open=True)
+
+    def end_before(looking: LiveRun) -> None:
+        """Its last event was read as an open one; now it is completed, and the process ends."""
+        monkeypatch.setattr(LiveRun, "_judge", judge)
+        log.writer.complete(last)
+        log.writer.end()
+        log.writer.close()
+        own(tmp_path, 2**22 + 1)  # no process has this number
+        judge(looking)
+
+    monkeypatch.setattr(LiveRun, "_judge", end_before)
+    run.update()
+    assert run.status is Status.COMPLETED
+    check_same(run)
+
+
 def test_processes_that_wait_for_another(tmp_path: Path):
     logs = [Writing(tmp_path, rank) for rank in range(3)]
     (tmp_path / "run.json").write_text(json.dumps({"starts": [{"processes": [{"host": "a"}] * 3}]}))
