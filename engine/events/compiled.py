@@ -118,8 +118,9 @@ class Dispatch:
         inside = [subscription for subscription in subscriptions if not isinstance(subscription.filter, EventFilter)]
         self.filtered = self.calls.filtered
         self.inside = Calls(inside, newest) if len(inside) < len(subscriptions) else self.calls
-        # the same for many handlers with the same filter
-        self.windows = list({each.filter for each in subscriptions if isinstance(each.filter, EventFilter)})
+        # Once for many handlers with an equal filter. Those of a subclass may be equal and have a state of their own.
+        windows = [each.filter for each in subscriptions if isinstance(each.filter, EventFilter)]
+        self.windows = list({each if type(each) is EventFilter else id(each): each for each in windows}.values())
         active = [subscription.filter for subscription in subscriptions if not subscription.passive]
         # the filters of those that are not passive; None if one of them may be due at any value
         filters = [each for each in active if isinstance(each, EventFilter)]

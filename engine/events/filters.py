@@ -40,6 +40,9 @@ class EventFilter:
     before: int = NEVER
     after: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "once", tuple(self.once))  # a list has no hash
+
     def __call__(self, engine: object, value: int) -> bool:
         """Whether the counter value is due."""
         if self.once:

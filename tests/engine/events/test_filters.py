@@ -279,3 +279,34 @@ def test_a_filter_set_on_the_bus_before_an_engine_registers_the_event_uncounted_
     engine.register_events(*Custom)
     with pytest.raises(ValueError, match=r"Custom\.UNCOUNTED: a filter needs a counter"):
         engine.fire(Custom.UNCOUNTED)
+
+
+class At(EventFilter):
+    """Due at values of its own, which are no field: all such filters are equal."""
+
+    def __init__(self, *values: int) -> None:
+        super().__init__()
+        self.values = values
+
+    def __call__(self, engine: object, value: int) -> bool:
+        return value in self.values
+
+    def next_due(self, value: int) -> int:
+        return min((each for each in self.values if each > value), default=NEVER)
+
+
+def test_equal_filters_with_a_state_of_their_own_are_asked_one_by_one():
+    engine, called = Engine(lambda engine, batch: None), list[tuple[str, int]]()
+    for name, values in (("a", (2, 9)), ("b", (3, 5))):
+        due = Events.ITERATION_COMPLETED(event_filter=At(*values))
+        engine.add_event_handler(due, lambda engine, name: called.append((name, engine.state.iteration)), name)
+    engine.run(range(10))
+    assert called == [("a", 2), ("b", 3), ("b", 5), ("a", 9)]
+
+
+def test_iterations_may_be_given_as_a_list():
+    engine, called = Engine(lambda engine, batch: None), list[int]()
+    due = Events.ITERATION_COMPLETED(event_filter=EventFilter(once=[3, 5]))  # type: ignore[arg-type]
+    engine.add_event_handler(due, lambda engine: called.append(engine.state.iteration))
+    engine.run(range(10))
+    assert called == [3, 5]
