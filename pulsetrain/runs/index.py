@@ -148,7 +148,7 @@ class RunIndex:
 
     def _known(self) -> dict[str, _Known]:
         """What is remembered, by path."""
-        if self._path is None or not self._path.exists():
+        if self._path is None or not os.path.exists(self._path):  # False, too, in a folder that may not be read
             return {}
         try:
             with closing(sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as database:
@@ -232,22 +232,34 @@ def _unchanged(known: Mapping[str, _Known]) -> set[str]:
     """The folders that need not be looked through. Of many, another process examines one half."""
     folders = [*known]
     if len(folders) < _MANY or not _may_fork():
-        return {each for each in folders if known[each].is_unchanged(each)}
+        return _examined(known, folders)
     half = len(folders) // 2
     reads, writes = os.pipe()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError:  # as many processes as the user may have, or no memory for another
+        os.close(reads)
+        os.close(writes)
+        return _examined(known, folders)
     if not child:
         try:
             os.write(writes, bytes(known[each].is_unchanged(each) for each in folders[half:]))
         finally:
             os._exit(0)
     os.close(writes)
-    unchanged = {each for each in folders[:half] if known[each].is_unchanged(each)}
-    with open(reads, "rb") as file:
-        found = file.read()  # less if that process was killed: then the others are looked through
-    with suppress(ChildProcessError):  # the system has already waited for it
-        os.waitpid(child, 0)
+    try:
+        with open(reads, "rb") as answer:
+            unchanged = _examined(known, folders[:half])
+            found = answer.read()  # less if that process was killed: then the others are looked through
+    finally:  # after Ctrl-C, too
+        with suppress(ChildProcessError):  # the system has already waited for it
+            os.waitpid(child, 0)
     return unchanged | {each for each, is_same in zip(folders[half:], found, strict=False) if is_same}
+
+
+def _examined(known: Mapping[str, _Known], folders: list[str]) -> set[str]:
+    """Those of the folders that need not be looked through."""
+    return {each for each in folders if known[each].is_unchanged(each)}
 
 
 def _may_fork() -> bool:
@@ -273,10 +285,13 @@ def _is_archive(path: str) -> bool:
 def _read(paths: list[str]) -> list[bytes | None]:
     if len(paths) < _MANY or not _may_fork():
         return [_summary(path) for path in paths]
-    from concurrent.futures import ProcessPoolExecutor  # here: a known folder is listed without
+    from concurrent.futures import BrokenExecutor, ProcessPoolExecutor  # here: a known folder is listed without
 
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        return list(pool.map(_summary, paths, chunksize=64))
+    try:
+        with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            return list(pool.map(_summary, paths, chunksize=64))
+    except (OSError, BrokenExecutor):  # no process can be started, or one was killed
+        return [_summary(path) for path in paths]
 
 
 def _summary(path: str) -> bytes | None:

@@ -20,7 +20,7 @@ from pulsetrain.report.processes import hosts_of
 from pulsetrain.runs.live_rank import LiveRank
 from pulsetrain.runs.log_summary import longest_gap
 from pulsetrain.runs.progress import Progress, progress_of
-from pulsetrain.runs.summary import Status, check_run, is_run_of, status_of
+from pulsetrain.runs.summary import Status, check_run, is_in_progress, is_run_of, status_of
 
 __all__ = ["LiveEvent", "LiveRun", "Where"]
 
@@ -108,7 +108,7 @@ class LiveRun:
         if self.status is Status.KILLED:  # or its process ended after the read, and wrote more before
             changed |= self._read_until(deadline)
             self._judge()
-        if self.status is Status.KILLED:  # nobody will complete what is open
+        if self.status is Status.KILLED and self.share_read == 1.0:  # nobody will complete what is open
             left = {rank: live.log.finish() for rank, live in self.ranks.items()}
             for rank, events in left.items():
                 self.ranks[rank].add(events)
@@ -170,7 +170,8 @@ class LiveRun:
         if self.share_read < 1.0:  # the end may say how it ended
             return
         gap = longest_gap(self._recent, main.curves.engine)
-        self._status = status_of(self.folder, main.curves.ending, main.last.t / 1e9, gap, self._clock())
+        has_process = is_in_progress(self.folder)
+        self._status = status_of(main.curves.ending, main.last.t / 1e9, gap, self._clock(), has_process=has_process)
         self._look_for_damage((sum(self._generations.values()), self._status[0].is_going))
 
     def _look_for_damage(self, state: tuple[int, bool]) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "RunSummary",
     "Status",
     "check_run",
+    "is_in_progress",
     "is_run",
     "is_run_of",
     "status_of",
@@ -194,17 +195,13 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
     described = read_run_file(folder)
     problem = f"{RUN_FILE} cannot be read" if not described and os.path.exists(f"{folder}/{RUN_FILE}") else ""
     unread = bool(problem)
-    log = None
-    try:
-        events = folder / "events"
-        if any(path.exists() for path in log_files(events)):  # os.path.exists takes what may not be read for missing
-            log = EventLog(NamedPath(events, "events"))  # the reason is listed beside the folder
-    except (PulsetrainError, ValueError) as error:
-        problem, unread = str(error), unread or isinstance(error.__cause__, OSError)
-    except OSError as error:
-        problem, unread = f"the log cannot be read: {error.strerror or error}", True
-    seen = LogSummary(log, modes_of(described) if log is not None else {})
-    status, reason = status_of(folder, seen.ending, seen.updated, seen.gap, time.time() if now is None else now)
+    has_process = is_in_progress(folder)
+    log, seen, error, is_refused = _read_log(folder, described)
+    if has_process and not (has_process := is_in_progress(folder)):  # it ended meanwhile, and wrote more before
+        log, seen, error, is_refused = _read_log(folder, described)
+    problem, unread = error or problem, unread or is_refused
+    now = time.time() if now is None else now
+    status, reason = status_of(seen.ending, seen.updated, seen.gap, now, has_process=has_process)
     reason = "" if problem and log is None else reason  # of a log that cannot be read, nothing is known
     if log is not None and log.damage:
         problem = f"damaged log: {log.damage[0]}; `pulsetrain events --check` lists what is lost"
@@ -230,32 +227,47 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
     )
 
 
-def status_of(folder: Path, ending: Ending | None, updated: float | None, gap: float, now: float) -> tuple[Status, str]:
+def _read_log(folder: Path, described: Mapping[str, Json]) -> tuple[EventLog | None, LogSummary, str, bool]:
+    """The log of a run, what it says, why it cannot be read, and whether that is for want of permission."""
+    log, problem, is_refused = None, "", False
+    try:
+        events = folder / "events"
+        if any(path.exists() for path in log_files(events)):  # os.path.exists takes what may not be read for missing
+            log = EventLog(NamedPath(events, "events"))  # the reason is listed beside the folder
+    except (PulsetrainError, ValueError) as error:
+        problem, is_refused = str(error), isinstance(error.__cause__, OSError)
+    except OSError as error:
+        problem, is_refused = f"the log cannot be read: {error.strerror or error}", True
+    return log, LogSummary(log, modes_of(described) if log is not None else {}), problem, is_refused
+
+
+def status_of(
+    ending: Ending | None, updated: float | None, gap: float, now: float, *, has_process: bool
+) -> tuple[Status, str]:
     """The status of a run, and the reason for it; "" if there is nothing to say.
 
     Args:
-        folder: the run folder.
         ending: how it ended, as its log says; None if the log does not say that it has.
         updated: time of its newest event, seconds since 1970; None if it has none.
         gap: seconds, the longest between two of its recent events.
         now: seconds since 1970.
+        has_process: see `is_in_progress`.
     """
     if ending is not None:
         return Status(ending.kind), ending.reason if ending.kind != "completed" else ""
-    owner = _owner(folder)
-    if owner is None or has_ended(owner):
+    if not has_process:
         return Status.KILLED, "" if updated is not None else "no event was recorded"
     if updated is not None and now - updated > max(_LEAST_PATIENCE, _PATIENCE * gap):
         return Status.STALLED, f"no event for {now - updated:.0f} s; `pulsetrain where` shows what it waits for"
     return Status.RUNNING, ""
 
 
-def _owner(folder: Path) -> bytes | None:
-    """The file that a run in progress keeps in its folder."""
+def is_in_progress(folder: Path) -> bool:
+    """Whether a process that trains into this run folder is alive, as far as can be told."""
     try:
-        return read_file(folder / ".owner")
+        return not has_ended(read_file(folder / ".owner"))
     except OSError:
-        return None
+        return False
 
 
 def _created(described: Mapping[str, Json]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -77,6 +77,11 @@ class BackgroundReader:
     def forget(self, name: str) -> None:
         """Do not suspect a run that need not be read again: its points are there, or it was removed."""
         self._suspects.discard(name)
+
+    def forget_others(self, names: Container[str]) -> None:
+        """Do not suspect runs that are gone, also if they were removed while they were read."""
+        for name in [each for each in self._suspects.copy() if each not in names]:
+            self._suspects.discard(name)
 
     def close(self) -> None:
         """End the processes."""

@@ -102,10 +102,9 @@ class Store:
             if may_be_read_again or name not in found:
                 self._stored.pop(name, None)
                 self._unread.pop(name, None)
-            if name not in found:
-                self._reader.forget(name)
             if is_changed or may_be_read_again:
                 self._on_change(name)
+        self._reader.forget_others(found)
         with self._lock:
             for name in [name for name in self._live if name not in found or not found[name].status.is_going]:
                 del self._live[name]

@@ -201,6 +201,67 @@ def test_runs_that_a_killed_process_was_to_examine_are_looked_through(tmp_path: 
     assert names(tmp_path) == [each.name for each in folders]
 
 
+def test_where_no_process_can_be_started_the_runs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    folders = many(tmp_path, monkeypatch)
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", refuse)
+    assert unchanged(tmp_path) == folders
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert [each.name for each in RunIndex(tmp_path, cache=False).summaries()] == [each.name for each in folders]
+
+
+def test_ctrl_c_leaves_no_process_and_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    many(tmp_path, monkeypatch)
+    parent, forked, fork = os.getpid(), list[int](), os.fork
+
+    def interrupt(known: object, folder: str) -> bool:
+        if os.getpid() == parent:
+            raise KeyboardInterrupt
+        return True
+
+    def noted() -> int:
+        forked.append(fork())
+        return forked[-1]
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", noted)
+    monkeypatch.setattr(index_module._Known, "is_unchanged", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        unchanged(tmp_path)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):  # it was waited for
+        os.waitpid(forked[0], os.WNOHANG)
+
+
+def test_runs_are_listed_although_a_process_that_reads_them_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = many(tmp_path, monkeypatch)
+    parent = os.getpid()
+
+    def killed(folder: Path) -> RunSummary:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return summarize(folder)
+
+    monkeypatch.setattr(index_module, "summarize", killed)
+    assert [each.name for each in RunIndex(tmp_path, cache=False).summaries()] == [each.name for each in folders]
+
+
+def test_an_index_in_a_folder_that_may_not_be_read_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch):
+    names(root)
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(root / INDEX):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert names(root) == ["a", "b"]
+
+
 @pytest.mark.parametrize("name", ["samples", "plots", "traces", "checkpoints"])
 def test_a_folder_of_runs_may_have_the_name_of_a_folder_in_a_run(name: str, root: Path):
     write_run(root / "a" / name / "inside", [1.0])

@@ -207,6 +207,28 @@ def test_a_run_that_ends_while_it_is_looked_at_is_not_killed(tmp_path: Path, mon
     check_same(run)
 
 
+def test_open_events_of_a_resumed_run_stay_open_while_its_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    main, other, run = Writing(tmp_path), Writing(tmp_path, 1), LiveRun(tmp_path)
+    own(tmp_path, 2**22 + 1)  # no process has this number
+    for each in (main, other):
+        each.train(1, 3)
+    run.update()
+    assert run.status is Status.KILLED
+    own(tmp_path, os.getpid())
+    main.train(4, 9_000)
+    begun = other.add("iteration_started", 4, open=True)
+    monkeypatch.setattr("pulsetrain.runs.live._PART", 1e-6)
+    run.update(0.0)
+    assert run.share_read < 1
+    while run.share_read < 1:
+        run.update(0.0)
+    other.writer.complete(begun)
+    run.update()
+    assert run.status is Status.STALLED  # its process is there, and the times of its events are long ago
+    assert run.ranks[1].last == [*EventLog(tmp_path, 1).read()][-1]
+    assert not run.ranks[1].last.open
+
+
 def test_processes_that_wait_for_another(tmp_path: Path):
     logs = [Writing(tmp_path, rank) for rank in range(3)]
     (tmp_path / "run.json").write_text(json.dumps({"starts": [{"processes": [{"host": "a"}] * 3}]}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pulsetrain.engine import Every, SupervisedStrategy
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers.run_files.owner_process import beginning, processes
+from pulsetrain.runs import summary
 from pulsetrain.runs.live import LiveRun
 from pulsetrain.runs.summary import Status, summarize
 from pulsetrain.testing import tiny_loader, tiny_model
@@ -83,6 +85,22 @@ def test_a_run_with_a_living_owner_is_running_until_it_has_been_silent_for_long(
     assert summarize(folder, now=last + 61).status == Status.STALLED
     own(folder, 2**22 + 1)  # no process has this number
     assert summarize(folder, now=last + 1).status == Status.KILLED
+
+
+def test_a_run_that_ends_while_its_log_is_read_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, read = write_run(tmp_path / "a", [1.0], None, closed=False), summary._read_log
+    own(run, os.getpid())
+    assert summarize(run, now=BEGUN / SECOND).status is Status.RUNNING
+
+    def end_after(folder: Path, described: Any) -> Any:
+        found = read(folder, described)
+        monkeypatch.setattr(summary, "_read_log", read)
+        shutil.rmtree(run)
+        write_run(run, [1.0], "completed")
+        return found
+
+    monkeypatch.setattr(summary, "_read_log", end_after)
+    assert summarize(run).status is Status.COMPLETED
 
 
 def test_long_gaps_of_its_own_are_not_a_stall(tmp_path: Path):

@@ -7,6 +7,9 @@ import os
 import shutil
 import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -69,33 +72,56 @@ def test_only_the_run_whose_process_is_killed_fails(tmp_path: Path, monkeypatch:
         store.close()
 
 
-def test_a_run_whose_points_are_there_is_not_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_run(tmp_path / "a", [1.0])
-    monkeypatch.setattr(background, "_store", kill_after)
+@contextmanager
+def suspecting(folder: Path) -> Iterator[Store]:
+    """A store that suspects run "a", whose reader was killed: give a program that does so to `background._store`."""
     ended = threading.Event()
-    store = Store(tmp_path, lambda run: ended.set())
+    store = Store(folder, lambda run: ended.set())
     try:
         ended.clear()
         assert store.series("a") is None
         assert ended.wait(60)
         assert store._reader._suspects == {"a"}
-        assert not isinstance(all_read(store, ["a"])["a"], str)
-        assert not store._reader._suspects
+        yield store
     finally:
         store.close()
+
+
+def test_a_run_whose_points_are_there_is_not_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_run(tmp_path / "a", [1.0])
+    monkeypatch.setattr(background, "_store", kill_after)
+    with suspecting(tmp_path) as store:
+        assert not isinstance(all_read(store, ["a"])["a"], str)
+        assert not store._reader._suspects
 
 
 def test_a_run_that_was_removed_is_not_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = write_run(tmp_path / "a", [1.0])
     monkeypatch.setattr(background, "_store", kill)
-    ended = threading.Event()
+    with suspecting(tmp_path) as store:
+        shutil.rmtree(run)
+        store.refresh()
+        assert not store._reader._suspects
+
+
+def kill_when_asked(run: Path, folder: Path, sign: str) -> Failure | None:
+    while not (folder.parent / "now").exists():
+        time.sleep(0.01)
+    return kill(run, folder, sign)
+
+
+def test_a_run_that_was_removed_while_it_was_read_is_not_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, ended = write_run(tmp_path / "a", [1.0]), threading.Event()
+    monkeypatch.setattr(background, "_store", kill_when_asked)
     store = Store(tmp_path, lambda run: ended.set())
     try:
-        ended.clear()
         assert store.series("a") is None
+        shutil.rmtree(run)
+        store.refresh()
+        ended.clear()
+        (tmp_path / ".pulsetrain" / "series" / "now").touch()
         assert ended.wait(60)
         assert store._reader._suspects == {"a"}
-        shutil.rmtree(run)
         store.refresh()
         assert not store._reader._suspects
     finally:
