@@ -57,13 +57,18 @@ export function soon(action, pause = 150) {
   };
 }
 
-// The `update` of a view of some runs: acts at once if one of them has changed, and then at most once in each pause.
-export function whenChanged(runs, action, pause = 500) {
+// Acts at once when it is called, and then at most once in each pause, however often it is called.
+export function atMostOnceIn(pause, action) {
   let timer = null, newest = -Infinity;
-  return (changed) => {
-    if (timer !== null || !runs().some((run) => changed.has(run))) return;
-    timer = setTimeout(() => { timer = null; newest = performance.now(); action(); }, newest + pause - performance.now());
+  return () => {
+    timer ??= setTimeout(() => { timer = null; newest = performance.now(); action(); }, newest + pause - performance.now());
   };
+}
+
+// The `update` of a view of some runs: acts when one of them has changed.
+export function whenChanged(runs, action, pause = 500) {
+  const act = atMostOnceIn(pause, action);
+  return (changed) => { if (runs().some((run) => changed.has(run))) act(); };
 }
 
 const PALETTE = ["#2563eb", "#d97706", "#059669", "#9333ea", "#0891b2", "#be185d", "#65a30d", "#78716c", "#dc2626", "#4f46e5"];

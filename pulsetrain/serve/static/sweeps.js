@@ -1,6 +1,6 @@
 // The sweeps below the folder: each trial with its values and settings, the best one first.
 
-import { ask, colorOf, make, message, number, plain, plainLayout, plotly, soon, table } from "/dom.js";
+import { ask, atMostOnceIn, colorOf, make, message, number, plain, plainLayout, plotly, table } from "/dom.js";
 
 const SHOWN = 500; // trials of a sweep
 
@@ -66,5 +66,5 @@ export function sweeps(view, page) {
     ], layout, { displayModeBar: false, responsive: true });
   }
 
-  return { select: load, update: soon(load, 1000), close() { closed = true; } };
+  return { select: load, update: atMostOnceIn(1000, load), close() { closed = true; } };
 }

@@ -394,6 +394,22 @@ def test_a_trial_of_a_sweep_leads_to_its_curves(chromium: Any, tmp_path: Path, m
         assert chromium.execute_script(f"{selected}.map(e => e.dataset.run)") == ["<b>sweep/trials/0001"]
 
 
+def test_the_sweeps_are_read_again_while_their_runs_never_rest(chromium: Any, address: str):
+    chromium.get(address)
+    chromium.set_script_timeout(30)
+    asked = chromium.execute_async_script(
+        """const done = arguments[0], real = window.fetch;
+        let asked = 0;
+        window.fetch = (...words) => { asked += String(words[0]).includes("sweeps"); return real(...words); };
+        import("/sweeps.js").then(({ sweeps }) => {
+          const view = sweeps(document.createElement("div"), {});
+          const changes = setInterval(view.update, 100);
+          setTimeout(() => { clearInterval(changes); window.fetch = real; done(asked); }, 3500);
+        });"""
+    )
+    assert 2 <= asked <= 5
+
+
 def test_a_run_that_is_removed_while_it_is_shown_leaves_the_others(browser: Any, root: Path):
     shutil.copytree(root / "a", root / "gone")
     until(browser, lambda: browser.find_elements("css selector", '#runs li[data-run="gone"]'), 60)
