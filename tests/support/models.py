@@ -48,6 +48,22 @@ class Keeping(nn.Linear):
         return super().load_state_dict(state, *arguments, **options)
 
 
+class Tied(nn.Module):
+    """A weight with two names, and a buffer; inputs of shape (batch, 4), outputs (batch, 1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        self.layers[1].weight = self.layers[0].weight
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.head(self.layers[1](self.layers[0](inputs))) * self.scale
+        return output
+
+
 class Tokens(nn.Module):
     """A language model of one table: logits of the next token from the present one."""
 

@@ -15,24 +15,10 @@ from pulsetrain.cli import main
 from pulsetrain.engine import Every
 from pulsetrain.engine.checkpoint import load_safetensors
 from pulsetrain.handlers import EMA, Checkpointer
-from tests.support.models import pairs
+from tests.support.models import Tied, pairs
 from tests.support.runs_of_ranks import make
 
 safetensors = pytest.importorskip("safetensors")
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
-        self.layers[1].weight = self.layers[0].weight
-        self.head = nn.Linear(4, 1)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.layers[1](self.layers[0](inputs))) * self.scale
-        return output
 
 
 @pytest.fixture

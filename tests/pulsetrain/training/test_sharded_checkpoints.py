@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine import CheckpointError, Events, Every
@@ -19,7 +19,7 @@ from pulsetrain.engine.checkpoint.disk import Disk
 from pulsetrain.engine.checkpoint.safetensors_file import read_header
 from pulsetrain.engine.recording.diff.ranks import diff_ranks
 from pulsetrain.handlers import EMA, SWA, Checkpointer
-from tests.support.models import pairs
+from tests.support.models import Tied, pairs
 from tests.support.ranks import in_processes
 from tests.support.runs_of_ranks import make_with
 from tests.support.runs_of_shards import KINDS, apart, net, saving, sharded, trained, whole_of
@@ -240,19 +240,6 @@ def test_an_average_of_shards_is_validated_saved_and_resumed(average: Any, first
         assert apart({**found, "val": found["val"][-1:]}, {**whole, "val": whole["val"][-1:]}) < 1e-12
         assert apart(averaged, {"weights": expected, "val": whole["val"][-1:]}) < 1e-12
         assert averaged["weights"] != found["weights"]
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
-        self.layers[1].weight = self.layers[0].weight
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.head(self.layers[1](self.layers[0](inputs)))
-        return output
 
 
 def test_a_checkpoint_of_shards_gives_its_averages_to_a_whole_model(tmp_path: Path):
