@@ -30,16 +30,17 @@ class Timed(nn.Module):
 
     Args:
         measured: iterations to measure.
+        slices: parts of equal length whose beginnings and ends are noted.
     """
 
     strategy_loss: Any = "mse"  # the loss, as a user would name it to our Trainer
 
-    def __init__(self, measured: int) -> None:
+    def __init__(self, measured: int, slices: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(16, 4)
         self.calls, self.noted = 0, list[float]()
-        self.marks = (FIRST, FIRST + measured)
+        self.marks = frozenset(range(FIRST, FIRST + measured + 1, measured // slices))
         self.last = FIRST + measured + 1  # iterations of the run
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -72,8 +73,8 @@ class Nothing(Timed):
 
     strategy_loss = staticmethod(lambda outputs, targets: outputs)
 
-    def __init__(self, measured: int) -> None:
-        super().__init__(measured)
+    def __init__(self, measured: int, slices: int = 1) -> None:
+        super().__init__(measured, slices)
         del self.linear
         self.constant = nn.Parameter(torch.zeros(()))
 

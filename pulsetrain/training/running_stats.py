@@ -91,7 +91,7 @@ class Losses:
     def peek(self, reader: str) -> Tensor:
         """The reader's mean, shape (), on the device."""
         self._settle()
-        whole = copy(self._means[reader])
+        whole = copy(self._means[reader]) if self._folded[reader] else RunningMean()
         self._fold(reader, whole)
         return whole.mean()
 
@@ -136,19 +136,19 @@ class Losses:
         if not sizes:
             return
         values = self._stacked(self._losses[since:]).float() if values is None else values[since:]
-        if any(isinstance(size, Tensor) for size in sizes):
+        if {*map(type, sizes)} != {int} and any(isinstance(size, Tensor) for size in sizes):
             weights = torch.stack([torch.as_tensor(size, device=values.device) for size in sizes])
             counted = torch.where(weights > 0, values * weights, 0.0)  # a batch of ignored targets has no loss: nan
             mean.update(counted.sum() / weights.sum(), weights.sum())
         elif sizes.count(sizes[0]) == len(sizes):  # no weights to bring to the device
-            mean.update(values.mean(), sizes[0] * len(sizes))
+            # on the host as a number, whose sums are those of a tensor of float64 and take less time
+            mean.update(values.mean().item() if values.is_cpu else values.mean(), sizes[0] * len(sizes))
         else:
             mean.update((values * torch.tensor(sizes, device=values.device)).sum() / sum(sizes), sum(sizes))
 
     def _stacked(self, losses: list[Tensor | float]) -> Tensor:
-        on_host = [loss for loss in losses if not isinstance(loss, Tensor)]
-        if len(on_host) == len(losses):
-            return torch.tensor(on_host, dtype=self._dtype)
+        if {*map(type, losses)} == {float}:  # on the host
+            return torch.tensor(losses, dtype=self._dtype)
         return torch.stack([loss if isinstance(loss, Tensor) else torch.tensor(loss) for loss in losses])
 
     def state_dict(self) -> StateDict:
