@@ -142,7 +142,7 @@ class Losses:
             mean.update(counted.sum() / weights.sum(), weights.sum())
         elif sizes.count(sizes[0]) == len(sizes):  # no weights to bring to the device
             # on the host as a number, whose sums are those of a tensor of float64 and take less time
-            mean.update(values.mean().item() if values.is_cpu else values.mean(), sizes[0] * len(sizes))
+            mean.update(number_on_host(values.mean()) if values.is_cpu else values.mean(), sizes[0] * len(sizes))
         else:
             mean.update((values * torch.tensor(sizes, device=values.device)).sum() / sum(sizes), sum(sizes))
 
