@@ -137,7 +137,8 @@ class SignalWatch:
             self._posted = Preempted(signal=name)
             self._trainer.post(Events.PREEMPTED, self._posted)
             term = f"SIGTERM after {FORWARDED:g} s" if number in (signal.SIGINT, signal.SIGTERM) else "a second SIGTERM"
-            said = f"\n{name}: stopping at the next safe point; Ctrl-C stops at once, and so does {term}\n"
+            more = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C"
+            said = f"\n{name}: stopping at the next safe point; {more} stops at once, and so does {term}\n"
             with contextlib.suppress(OSError):  # the reader may be gone
                 os.write(2, said.encode())  # not through sys.stderr: the signal may have interrupted a write
 

@@ -53,7 +53,7 @@ class Load:
         return (
             f"load average {self.average:.2f}, other processes {others}, reference loop {self.reference_ms:.2f} ms"
             f" (median {self.spread:.2f} times that): {'idle' if self.is_idle else 'busy'}"
-            f"{f'; the bounds of absolute times are for at most {BOUNDS_REFERENCE_MS} ms' if self.is_slow else ''}"
+            f"{f'; bounds of absolute times apply up to {BOUNDS_REFERENCE_MS} ms' if self.is_slow else ''}"
         )
 
 

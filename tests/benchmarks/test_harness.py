@@ -245,7 +245,7 @@ def test_on_a_slower_processor_a_bound_can_hold_and_not_be_missed():
     text, code, shown = checked(Results(fake=[report(absolute(40.0, goal=1.0), ratio(0.9), load=slow)]))
     assert (code, "bounds: 1 hold, 1 not measured" in text) == (3, True)
     assert "goal <= 1 not measured: fake: a step" in text
-    assert f"idle; the bounds of absolute times are for at most {BOUNDS_REFERENCE_MS} ms" in shown[0]
+    assert f"idle; bounds of absolute times apply up to {BOUNDS_REFERENCE_MS} ms" in shown[0]
     assert checked(Results(fake=[report(absolute(3.0), load=slow)]))[:2] == ("bounds: 1 hold", 0)
 
 

@@ -253,7 +253,7 @@ class TestOnceMore:
     @pytest.mark.parametrize(
         ("first", "said"),
         [
-            ("SIGINT", "Ctrl-C stops at once, and so does SIGTERM after 2 s"),
+            ("SIGINT", "another Ctrl-C stops at once, and so does SIGTERM after 2 s"),
             ("SIGTERM", "Ctrl-C stops at once, and so does SIGTERM after 2 s"),
             ("SIGUSR1", "Ctrl-C stops at once, and so does a second SIGTERM"),
         ],
