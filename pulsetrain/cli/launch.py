@@ -197,9 +197,9 @@ def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
         min_nodes=how.nnodes, max_nodes=how.nnodes, nproc_per_node=count, max_restarts=0, monitor_interval=0.1,
         rdzv_endpoint=f"{how.master_addr}:{how.master_port}", start_method="spawn", **meeting, **forwarded,
     )  # fmt: skip
-    told = {_OPTIONS: " ".join(how.options), PROGRAM: shlex.join(program())}
-    before = {name: os.environ[name] for name in told if name in os.environ}
-    os.environ.update(told)
+    passed = {_OPTIONS: " ".join(how.options), PROGRAM: shlex.join(program())}
+    before = {name: os.environ[name] for name in passed if name in os.environ}
+    os.environ.update(passed)
     try:
         elastic_launch(config, sys.executable)("-m", "pulsetrain", *words)
     except SignalException as stopped:
@@ -208,7 +208,7 @@ def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
         rank, failure = error.get_first_failure()
         return _Ended(rank, int(failure.exitcode))
     finally:
-        for name in told:
+        for name in passed:
             os.environ.pop(name)
         os.environ.update(before)
     return _Ended(None, 0)
