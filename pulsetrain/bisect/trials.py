@@ -50,6 +50,49 @@ class Pair:
     length: int  # iteration at which the shorter of the two has ended
     configs: tuple[dict[str, Any], dict[str, Any]]
     processes: tuple[int, int] = (1, 1)  # by which each was trained from there on
+    recorded: tuple[float, float] | None = None  # values of the metric that short runs as long as both would repeat
+    damage: tuple[str, ...] = ()  # of their logs, each with its run
+
+    def check_recorded(self, until: int, noise: float) -> None:
+        """Refuse exchanged runs without any training, where that would repeat what is recorded.
+
+        Args:
+            until: the iteration at which the short runs would end.
+            noise: differences of the metric up to this do not count.
+
+        Raises:
+            ConfigurationError: the bad run is better.
+        """
+        if self.recorded is not None and until == self.length and self.worse_by(*self.recorded) < -noise:
+            raise ConfigurationError(self._exchanged("as recorded", *self.recorded, until))
+
+    def check_difference(self, good: float, bad: float, until: int, noise: float) -> None:
+        """Refuse short runs of which that of the bad run is not worse.
+
+        Raises:
+            ConfigurationError: it is better, or no difference is to be seen.
+        """
+        worse = self.worse_by(good, bad)
+        if worse < -noise:
+            raise ConfigurationError(self._exchanged("in the short runs", good, bad, until))
+        if not math.isnan(bad) and worse <= noise:
+            raise ConfigurationError(
+                f"the short runs show no difference: {self.metric} is {good:.6g} with the settings of {self.good} and "
+                f"{bad:.6g} with those of {self.bad} after {until} iterations; let them be longer with --iterations"
+                + (f", or choose a smaller --noise than {noise}" if noise else "")
+            )
+
+    def worse_by(self, good: float, bad: float) -> float:
+        """How much worse the value of the bad run is; less than 0 if it is better."""
+        return bad - good if self.mode == "min" else good - bad
+
+    def _exchanged(self, where: str, good: float, bad: float, until: int) -> str:
+        other, values = ("max", "higher") if self.mode == "min" else ("min", "lower")
+        return (
+            f"{self.bad} is better than {self.good} {where}: {self.metric} is {bad:.6g} and {good:.6g} after {until} "
+            f"iterations; exchange GOOD and BAD, or add --metric {self.metric} --mode {other} if {values} values are "
+            "better"
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +140,12 @@ def read_pair(good: Path, bad: Path, metric: str | None, mode: str | None = None
     start = step_of(checkpoint) if checkpoint is not None else 0
     length = min(each.iteration for each in runs)
     processes = (processes_after(good, start), processes_after(bad, start))
-    return Pair(good, bad, tuple(changes), chosen, known, start, length, (configs[0], configs[1]), processes)
+    repeated = processes[0] == processes[1] and runs[0].iteration == runs[1].iteration and not found.damage
+    recorded = (runs[0].last[chosen], runs[1].last[chosen]) if repeated else None
+    return Pair(
+        good, bad, tuple(changes), chosen, known, start, length, (configs[0], configs[1]), processes, recorded,
+        found.damage,
+    )  # fmt: skip
 
 
 def _config_of(run: Path) -> dict[str, Any]:
@@ -115,7 +163,9 @@ def _metric(
     if metric is not None:
         name = next((each for each in both if each.replace("/", "_") == metric.replace("/", "_")), None)
         if name is None:
-            raise ConfigurationError(f"--metric {metric}: is not a metric of both runs; these are: {', '.join(both)}")
+            raise ConfigurationError(
+                f"--metric {metric}: is not a metric of both runs; these are: {', '.join(both) or 'none'}{_lost(runs)}"
+            )
         found = mode or mode_of(name, modes)
         if found is None:
             raise ConfigurationError(
@@ -129,8 +179,17 @@ def _metric(
             return name, known
     raise ConfigurationError(
         f"no metric of {runs[0].folder} and {runs[1].folder} is known to improve; choose one with --metric: "
-        f"{', '.join(both) or 'they have none in common'}"
+        f"{', '.join(both) or 'they have none in common'}{_lost(runs)}"
     )
+
+
+def _lost(runs: Sequence[RunSummary]) -> str:
+    """What may be why a metric is not known: the damage of the logs."""
+    logs = [EventLog(each.folder) for each in runs]
+    damage = [f"{run.folder}: {each}" for run, log in zip(runs, logs, strict=True) for each in log.verify()]
+    if not damage:
+        return ""
+    return f"; it may be in damaged parts: {'; '.join(damage)}; `pulsetrain events RUN --check` lists what is lost"
 
 
 @dataclass
@@ -218,14 +277,7 @@ class Trials:
                 f"{bad.iteration:,}: their lengths differ; choose --iterations at which both validate",
                 file=sys.stderr,
             )
-        worse = bad.value - good.value if self.pair.mode == "min" else good.value - bad.value
-        if not math.isnan(bad.value) and worse <= self.noise:
-            raise ConfigurationError(
-                f"the short runs show no difference: {self.pair.metric} is {good.value:.6g} with the settings of "
-                f"{self.pair.good} and {bad.value:.6g} with those of {self.pair.bad} after {self.until} iterations; "
-                "let them be longer with --iterations"
-                + (f", or choose a smaller --noise than {self.noise}" if self.noise else "")
-            )
+        self.pair.check_difference(good.value, bad.value, self.until, self.noise)
         self._good, self._bad = good.value, bad.value
 
     def check(self, changes: Sequence[Change]) -> Verdict:

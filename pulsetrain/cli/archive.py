@@ -19,8 +19,8 @@ __all__ = ["run"]
 def run(arguments: argparse.Namespace) -> int:
     """Write each archive, or unpack it, and print its path; returns the exit status."""
     into: Path = arguments.into
-    if not into.is_dir():
-        raise ConfigurationError(f"--into {into}: there is no such folder; create it first")
+    if os.path.lexists(into) and not into.is_dir():
+        raise ConfigurationError(f"--into {into}: is not a folder; choose another path")
     targets = [] if arguments.unpack else [_target(each, into) for each in arguments.runs]
     for number, target in enumerate(targets):
         if target in targets[:number]:  # --force would overwrite the first

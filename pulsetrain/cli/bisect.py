@@ -13,7 +13,7 @@ from pulsetrain.bisect.commits import Commit, commit_of, commits_between, notes_
 from pulsetrain.bisect.search import Verdict, causes, first_bad
 from pulsetrain.bisect.trials import Pair, Trial, Trials, read_pair
 from pulsetrain.cli.interrupts import sigterm_interrupts
-from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
+from pulsetrain.cli.reports import FAILED, OK, STOPPED, report_damage, until_closed
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.plain_text import format_count, plain
@@ -32,10 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"{pair.good} and {pair.bad} have the same settings; --git compares their commits, `pulsetrain diff` events"
         )
+    report_damage(pair.damage)
     repository = repository_of(pair) if arguments.git else None
     commits = commits_between(pair, repository) if repository is not None else []
     start = 0 if arguments.git else pair.start
     until = start + (arguments.iterations or max(pair.length - start, 1))
+    if not arguments.git:  # which trains by the code of commits
+        pair.check_recorded(until, arguments.noise)
     bad = pair.bad if pair.bad.name not in ("", "..") else pair.bad.resolve()
     into = arguments.into or bad.with_name(f"{bad.name}-bisect")
     try:

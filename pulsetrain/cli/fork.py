@@ -20,6 +20,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.reproduce.fork import check_request, fork
 from pulsetrain.reproduce.processes import processes_after, virtual_ranks_of
+from pulsetrain.runs.summary import check_run
 
 __all__ = ["run"]
 
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"--set {text}: is not KEY=VALUE, such as training.learning_rate=1e-4")
         changes[name] = value
     folder = run_folder(arguments.folder)
+    check_run(folder)
     how = Launch.of(arguments.settings)
     if how is not None:
         status = _launch(how, folder, arguments, changes)

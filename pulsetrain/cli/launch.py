@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pulsetrain.cli.reports import FAILED
+from pulsetrain.cli.reports import FAILED, PROGRAM, program
 from pulsetrain.engine.distributed.failures import Warden
 from pulsetrain.engine.distributed.launcher import started
 from pulsetrain.engine.errors import ConfigurationError
@@ -196,8 +197,9 @@ def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
         min_nodes=how.nnodes, max_nodes=how.nnodes, nproc_per_node=count, max_restarts=0, monitor_interval=0.1,
         rdzv_endpoint=f"{how.master_addr}:{how.master_port}", start_method="spawn", **meeting, **forwarded,
     )  # fmt: skip
-    before = os.environ.get(_OPTIONS)
-    os.environ[_OPTIONS] = " ".join(how.options)
+    passed = {_OPTIONS: " ".join(how.options), PROGRAM: shlex.join(program())}
+    before = {name: os.environ[name] for name in passed if name in os.environ}
+    os.environ.update(passed)
     try:
         elastic_launch(config, sys.executable)("-m", "pulsetrain", *words)
     except SignalException as stopped:
@@ -206,9 +208,9 @@ def _start(count: int, words: Sequence[str], how: Launch) -> _Ended:
         rank, failure = error.get_first_failure()
         return _Ended(rank, int(failure.exitcode))
     finally:
-        os.environ.pop(_OPTIONS)
-        if before is not None:
-            os.environ[_OPTIONS] = before
+        for name in passed:
+            os.environ.pop(name)
+        os.environ.update(before)
     return _Ended(None, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator
@@ -17,6 +18,7 @@ from pulsetrain.engine.plain_text import plain
 __all__ = ["output_may_fail", "program", "report", "report_damage", "until_closed"]
 
 OK, FAILED, USAGE, DAMAGED, UNSAVED, STOPPED = 0, 1, 2, 3, 4, 130
+PROGRAM = "PULSETRAIN_PROGRAM"  # the environment variable in which launched processes find what the user has called
 _LINES = "\n\t"  # that errors may have
 
 
@@ -113,7 +115,7 @@ def program() -> list[str]:
     """The words that call this program: the bare name only where the shell finds this same one."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
-        return [sys.executable, "-m", "pulsetrain"]
+        return shlex.split(os.environ.get(PROGRAM, "")) or [sys.executable, "-m", "pulsetrain"]
     found = shutil.which("pulsetrain")
     if called.name != "pulsetrain" or (found is not None and Path(found).samefile(called)):
         return ["pulsetrain"]

@@ -21,12 +21,14 @@ from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.manifest import is_checkpoint_name
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.plain_text import format_count
 from pulsetrain.handlers import Checkpointer, EventRecorder, SampleText
 from pulsetrain.handlers.loggers.run_summary import best_in_history, report_command
 from pulsetrain.handlers.metric_values.step_values import on_host, scalars
+from pulsetrain.reproduce.processes import check_processes
 
-__all__ = ["logs_on_stderr", "resume_command", "run_folder", "summary", "unsaved"]
+__all__ = ["logs_on_stderr", "resume_command", "run_folder", "summary", "unsaved", "verify_command"]
 
 
 def summary(assembly: Assembly, seconds: float) -> str:
@@ -52,8 +54,8 @@ def summary(assembly: Assembly, seconds: float) -> str:
     paths.append(("run folder", str(folder)))
     if any(isinstance(handler, EventRecorder) for handler in trainer.handlers):
         paths.append(("report", report_command(folder, program())))
-        if ranks().world_size == 1:
-            paths.append(("verify", f"{shlex.join([*program(), 'verify', str(folder)])}"))
+        if command := verify_command(folder):
+            paths.append(("verify", command))
     width = max(len(name) for name, _ in rows + paths) + 2
     summaries = [handler.summary() for handler in trainer.handlers if isinstance(handler, SampleText)]
     lines = ["", *_table(rows, width)]
@@ -86,6 +88,22 @@ def unsaved(assembly: Assembly) -> list[str]:
 
 def _table(rows: list[tuple[str, str]], width: int) -> list[str]:
     return [f"{name:<{width}}{text}" for name, text in rows]
+
+
+def verify_command(folder: Path) -> str:
+    """The command that repeats a run in as many processes; "" where no single command does.
+
+    Args:
+        folder: the run folder.
+    """
+    count = ranks().world_size
+    if count > 1 and not started_with():
+        return ""
+    try:
+        check_processes(folder, 1, None, count)
+    except ConfigurationError:  # the run was resumed in another number of processes
+        return ""
+    return shlex.join([*program(), "verify", str(folder), *([f"--launch.nproc={count}"] if count > 1 else [])])
 
 
 def resume_command(assembly: Assembly, config: Path, settings: Mapping[str, str]) -> str:

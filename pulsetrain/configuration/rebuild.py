@@ -15,7 +15,7 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording.log.files import NamedPath
 from pulsetrain.engine.recording.log.run_file import newer_format, read_run_file
 
-__all__ = ["base_of", "rebuild"]
+__all__ = ["base_of", "config_file", "rebuild"]
 
 
 def rebuild(run: str | os.PathLike[str], folder: Path, settings: Mapping[str, str] | None = None) -> Assembly:
@@ -30,12 +30,7 @@ def rebuild(run: str | os.PathLike[str], folder: Path, settings: Mapping[str, st
         RunFolderError: the run was not made from a configuration, or by a newer version.
         PulsetrainError: a part cannot be made any more; the message names it.
     """
-    file = NamedPath(Path(run, "config.yaml"), str(Path(str(run), "config.yaml")))
-    if not file.path.is_file():
-        raise RunFolderError(
-            f"{run}: has no config.yaml, so the command line cannot make its trainer: `pulsetrain train` did not start "
-            "this run. From Python, pulsetrain.verify(run, build_trainer) takes a function that makes it"
-        )
+    file = config_file(run, "pulsetrain.verify(run, build_trainer) takes a function that makes it")
     if newer := newer_format(read_run_file(Path(run))):
         raise RunFolderError(f"{run}: {newer}")
     config = read_config(file, settings or {})
@@ -46,6 +41,25 @@ def rebuild(run: str | os.PathLike[str], folder: Path, settings: Mapping[str, st
             f"--{missing[0]}=VALUE, and pulsetrain.verify() in Python a function that makes the trainer"
         )
     return assemble(config, base_of(Path(run)), folder)
+
+
+def config_file(run: str | os.PathLike[str], instead: str) -> NamedPath:
+    """The run's config.yaml.
+
+    Args:
+        run: the folder of the recorded run.
+        instead: what can be done in Python without this file.
+
+    Raises:
+        RunFolderError: the run was not made from a configuration.
+    """
+    file = NamedPath(Path(run, "config.yaml"), str(Path(str(run), "config.yaml")))
+    if not file.path.is_file():
+        raise RunFolderError(
+            f"{run}: has no config.yaml, so the command line cannot make its trainer: `pulsetrain train` did not start "
+            f"this run. From Python, {instead}"
+        )
+    return file
 
 
 def base_of(folder: Path) -> Path:

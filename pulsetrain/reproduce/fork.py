@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.parse import differences
-from pulsetrain.configuration.rebuild import rebuild
+from pulsetrain.configuration.rebuild import config_file, rebuild
 from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine import CheckpointLoaded, ConfigurationError, Events, RunFolderError
 from pulsetrain.engine.checkpoint import Location, load_checkpoint
@@ -102,6 +102,7 @@ def check_request(run: Path, at: int, into: Path, settings: Mapping[str, str]) -
     Raises:
         RunFolderError, CheckpointError, ConfigurationError: as `fork`.
     """
+    config_file(run, "a new Trainer with another run folder continues from a checkpoint by train(resume=PATH)")
     for name, reason in _FIXED.items():
         if name in settings:
             raise ConfigurationError(f"--set {name}: cannot be changed in a fork: {reason}")

@@ -27,6 +27,7 @@ from pulsetrain.handlers import (
     Plots,
     Profiler,
     ProgressBar,
+    RunSummary,
     Throughput,
     TimeLimit,
 )
@@ -41,7 +42,7 @@ __all__ = ["ExpectedEvents", "Rerun", "checkpoint_before", "first_checkpoint", "
 # them
 OUTPUT_HANDLERS = (
     *(Alert, Checkpointer, CrashBundle, HangWatchdog, LRFinder, MemoryMonitor, MetricLogger),
-    *(Plots, Profiler, ProgressBar, Throughput, TimeLimit),
+    *(Plots, Profiler, ProgressBar, RunSummary, Throughput, TimeLimit),
 )
 ENDINGS = frozenset({"exception_raised", "terminate"})
 COMPARED = "the comparison is complete"  # the reason for which a rerun is terminated

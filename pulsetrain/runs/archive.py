@@ -24,7 +24,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from pulsetrain.engine.errors import PulsetrainError, RunFolderError
+from pulsetrain.engine.errors import CheckpointError, PulsetrainError, RunFolderError
 from pulsetrain.engine.recording.log.files import log_files
 from pulsetrain.engine.recording.log.reader import EventLog, logged_ranks
 from pulsetrain.engine.recording.log.run_file import id_of_run, newer_format, read_run_file
@@ -80,7 +80,7 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
 
     Args:
         folder: the run folder, of a run that has ended.
-        into: the file, which is replaced if it is there.
+        into: the file, which is replaced if it is there; its folder is made.
         checkpoints: which of the run's checkpoints go in.
 
     Raises:
@@ -94,14 +94,19 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
         raise RunFolderError(f"{folder}: the run is {status.value}; stop it, or archive it when it has ended")
     _check_events(folder)
     name = folder.resolve().name
+    if "\\" in name:
+        raise _backslash(folder)
     archived = Archived(into, newer=newer_format(read_run_file(folder)))
     contents = _Contents(_FORMAT, name, id_of_run(folder), {})
     try:
+        files = list(_files(folder, checkpoints, archived))
+        made = [each for each in (into.parent, *into.parent.parents) if not each.exists()]
+        into.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".archive-", dir=into.parent) as beside:
             partial = Path(beside) / "archive"
             with zipfile.ZipFile(partial, "w", allowZip64=True) as file:
                 logs = {path for rank in logged_ranks(folder) for path in log_files(folder / "events", rank)}
-                for path in _files(folder, checkpoints, archived):
+                for path in files:
                     within = path.relative_to(folder).as_posix()
                     changed = None if path in logs else without_credentials(path)
                     contents.files[within] = _add(file, path, f"{name}/{within}", within, changed, archived)
@@ -109,7 +114,8 @@ def write_archive(folder: Path, into: Path, *, checkpoints: Kept = "best") -> Ar
             sync(partial)
             _check(partial)
             partial.replace(into)
-            sync(into.parent)  # the run may be deleted next
+            for each in (into.parent, *(each.parent for each in made)):  # the run may be deleted next
+                sync(each)
     except PulsetrainError:
         raise
     except OSError as error:
@@ -140,7 +146,7 @@ def unpacked(path: Path, into: Path | None = None) -> Path:
 
     Args:
         path: the archive.
-        into: where the temporary folder is made; by default, where those of the system are.
+        into: where the temporary folder is made, and this folder, too; by default, where those of the system are.
 
     Raises:
         RunFolderError: the file is a zip file of other content, or a damaged or a newer archive.
@@ -151,6 +157,8 @@ def unpacked(path: Path, into: Path | None = None) -> Path:
         return path
     with _unpacking(path, into) as file:
         contents = _contents(file, path)
+        if into is not None:
+            into.mkdir(parents=True, exist_ok=True)
         size = sum(each.size for each in contents.files.values())
         free = shutil.disk_usage(into or tempfile.gettempdir()).free
         if size > free:
@@ -251,9 +259,13 @@ def _files(folder: Path, checkpoints: Kept, archived: Archived) -> Iterator[Path
         elif within.parts[0] == "checkpoints" and len(within.parts) > 2 and within.parts[1] not in chosen:
             continue
         elif "\\" in str(within):
-            raise RunFolderError(f"{path}: an archive cannot hold a backslash in a name; rename it")
+            raise _backslash(path)
         else:
             yield path
+
+
+def _backslash(path: Path) -> RunFolderError:
+    return RunFolderError(f"{path}: an archive cannot hold a backslash in a name; rename it")
 
 
 def _within(folder: Path) -> Iterator[Path]:
@@ -275,11 +287,24 @@ def _checkpoints(folder: Path, kept: Kept) -> set[str]:
     if kept == "none" or not (folder / "checkpoints").is_dir():
         return set()
     from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints  # imports torch
+    from pulsetrain.engine.checkpoint.manifest import BEST
 
     if kept == "all":
         return {each.name for each in find_checkpoints(folder / "checkpoints") if isinstance(each, Path)}
     manager = CheckpointManager(folder / "checkpoints")
-    found = (manager.get_best() if kept == "best" else None) or manager.get_latest()
+    try:
+        best = manager.get_best() if kept == "best" else None
+    except CheckpointError as error:
+        raise RunFolderError(
+            f"{manager.checkpoint_dir / BEST}: is damaged, so the best checkpoint is not known; archive the run with "
+            "--checkpoints latest, all or none"
+        ) from error
+    try:
+        found = best or manager.get_latest()
+    except CheckpointError as error:  # whose remedy is for a run that resumes
+        raise RunFolderError(
+            f"{manager.checkpoint_dir}: every checkpoint there is damaged; archive the run with --checkpoints none"
+        ) from error
     return set() if found is None else {found.name}
 
 

@@ -64,6 +64,8 @@ def _rename(error: PulsetrainError) -> Rename | None:
     if error.place == "build_schedule" or error.place in _RATES:
         known = {**_OF_SCHEDULE, _RATES.get(error.place, "learning_rate"): "learning_rate"}
         return lambda name, value: _option("schedule_options", known, name, value)
+    if error.place == "TorchBackend" and [*error.arguments] == ["model"]:
+        return lambda name, value: (name, value)
     is_setting = error.argument in ("precision", "device", "activation_checkpointing")
     if error.place == "Precision" or (is_setting and error.place in ("", "TorchBackend")):
         return lambda name, value: (_OF_BACKEND.get(name, name), value)

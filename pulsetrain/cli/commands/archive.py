@@ -18,7 +18,7 @@ out, which is reported.
 EPILOG = """\
 examples:
   pulsetrain archive runs/a
-  pulsetrain archive runs/a runs/b --into /archive --checkpoints all
+  pulsetrain archive runs/a runs/b --into archive --checkpoints all
   pulsetrain report a.run.zip
   pulsetrain archive a.run.zip --unpack --into runs
 
@@ -29,7 +29,9 @@ exit status: 0 done; 2 wrong input
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder; with --unpack, an archive")
-    parser.add_argument("--into", metavar="FOLDER", type=Path, default=Path(), help="where the files are written [.]")
+    parser.add_argument(
+        "--into", metavar="FOLDER", type=Path, default=Path(), help="where it is written, made if missing [.]"
+    )
     parser.add_argument(
         "--checkpoints", choices=("none", "best", "latest", "all"), default="best", help="which ones go in [best]"
     )

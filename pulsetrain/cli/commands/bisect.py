@@ -22,8 +22,8 @@ examples:
   pulsetrain bisect runs/a runs/b --metric val/accuracy --iterations 500
   pulsetrain bisect runs/monday runs/today --git
 
-exit status: 0 found; 1 no single run explains it, since some fail; 2 wrong input, or the
-short runs show no difference; 130 stopped
+exit status: 0 found; 1 no single run explains it, since some fail; 2 wrong input, or BAD
+is not worse than GOOD in the short runs; 130 stopped
 """
 
 

@@ -275,12 +275,11 @@ def test_the_first_bad_commit_is_found(base: Path):
 
 
 @pytest.mark.slow
-def test_short_runs_that_show_no_difference_end_the_search(base: Path):
+def test_short_runs_of_exchanged_runs_end_the_search(base: Path):
     pulsetrain("train", "config.yaml", "--run", "runs/good", cwd=base)
     pulsetrain("train", "config.yaml", "--run", "runs/bad", "--training.learning_rate=9.0", cwd=base)
     answer = pulsetrain("bisect", "runs/bad", "runs/good", "--iterations", "8", cwd=base, status=2)
-    assert "the short runs show no difference" in answer.stderr
-    assert "--iterations" in answer.stderr
+    assert "runs/good is better than runs/bad in the short runs: val/loss is " in answer.stderr
 
 
 @pytest.mark.exhaustive
@@ -346,6 +345,66 @@ def test_a_control_that_cannot_be_trained_is_named(tmp_path: Path, capsys: pytes
     for name, rate in (("a", 0.1), ("c", 0.2)):
         write_run(tmp_path / name, [1.0, rate], rate=rate)
     said = wrong(capsys, str(tmp_path / "a"), str(tmp_path / "c"))
+    assert "a control failed" in said
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "noise", "said"),
+    [
+        (0.5, 0.5, 0.0, "the short runs show no difference: val/loss is 0.5 with the settings of .*/a and 0.5 with "),
+        (0.5, 0.4, 0.2, "the short runs show no difference: .* longer with --iterations, or choose a smaller --noise "),
+        (
+            0.5,
+            0.4,
+            0.0,
+            "/b is better than .*/a in the short runs: val/loss is 0.4 and 0.5 after 8 iterations; exchange",
+        ),
+    ],
+)
+def test_controls_of_which_the_bad_one_is_not_worse_end_the_search(
+    tmp_path: Path, good: float, bad: float, noise: float, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    a, b = (write_run(tmp_path / name, [1.0], rate=rate) for name, rate in (("a", 0.1), ("b", 0.2)))
+    pair = read_pair(a, b, None)
+    monkeypatch.setattr(
+        trials_module, "summarize", lambda folder: SimpleNamespace(last={"val/loss": float(folder.name)}, iteration=8)
+    )
+    with Trials(pair, tmp_path / "into", 8, noise) as trials, pytest.raises(ConfigurationError, match=said):
+        trials.controls_of(lambda name: trials.add(name, "", lambda folder: ""), (str(good), f"{bad}0"))
+
+
+def test_recorded_runs_that_are_exchanged_are_not_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", [1.0, 0.5], rate=0.1)
+    write_run(tmp_path / "c", [1.0, 0.9], rate=0.2)
+    said = wrong(capsys, "c", "a")
+    assert "a is better than c as recorded: val/loss is 0.5 and 0.9 after 10 iterations; exchange GOOD and BAD" in said
+    assert said.endswith(", or add --metric val/loss --mode max if higher values are better\n")
+    assert not (tmp_path / "a-bisect").exists()
+    for words in (["--iterations", "9"], ["--noise", "0.5"], ["--metric", "val/loss", "--mode", "max"]):
+        assert "a control failed" in wrong(capsys, "c", "a", *words, "--into", words[1])
+    write_run(tmp_path / "long", [1.0, 0.9, 0.9], rate=0.2)
+    assert "a control failed" in wrong(capsys, "long", "a")
+
+
+def test_damaged_logs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", [1.0, 0.5], rate=0.1)
+    write_run(tmp_path / "c", [1.0, 0.9], rate=0.2)
+    log = tmp_path / "c" / "events" / "tail.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(b"?" * (b"val/loss" in each) + each for each in lines))
+    damage = "c: tail.jsonl: damaged lines: 2"
+    said = wrong(capsys, "a", "c")
+    assert "no metric of a and c is known to improve" in said
+    assert damage in said
+    assert "`pulsetrain events RUN --check` lists what is lost" in said
+    assert damage in wrong(capsys, "a", "c", "--metric", "val/loss")
+    log.write_bytes(b"".join(b"?" * (number == 3) + each for number, each in enumerate(lines)))
+    said = wrong(capsys, "a", "c")
+    assert said.startswith("pulsetrain: damaged: c: tail.jsonl: damaged lines: 1")
     assert "a control failed" in said
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -114,9 +116,39 @@ def test_the_command_that_resumes_a_run_starts_as_many_processes(
     assert results.resume_command(assembly, Path("c.yaml"), {"training.seed": "1"}) == f"resume: {command}"
 
 
+@pytest.mark.parametrize(
+    ("environment", "before", "command"),
+    [
+        ({}, [1], "python -m pulsetrain verify runs/a"),
+        ({}, [2, 1], ""),
+        ({"WORLD_SIZE": "2", "PULSETRAIN_LAUNCH": "--launch.nproc=2"}, [2], "p verify runs/a --launch.nproc=2"),
+        ({"WORLD_SIZE": "2", "PULSETRAIN_LAUNCH": "--launch.nproc=3"}, [3, 2], ""),
+        ({"WORLD_SIZE": "2"}, [2], ""),
+    ],
+    ids=["one process", "two before", "launched", "three before", "torchrun"],
+)
+def test_the_command_that_verifies_a_run_starts_as_many_processes(
+    environment: dict[str, str], before: list[int], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PULSETRAIN_LAUNCH", "PULSETRAIN_PROGRAM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["/lib/pulsetrain/__main__.py"])
+    monkeypatch.setattr(sys, "executable", "python")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("PULSETRAIN_PROGRAM", "p")
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    starts = [{"iteration": 5 * number, "processes": [{}] * count} for number, count in enumerate(before)]
+    Path("runs/a/run.json").write_text(json.dumps({"format": 1, "starts": starts}))
+    assert results.verify_command(Path("runs/a")) == command
+
+
 def started(*words: str, torchrun: bool = False) -> subprocess.Popen[str]:
-    program = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m"] if torchrun else ["-m"]
-    command = [sys.executable, *program, "pulsetrain", "train", "config.yaml", *words]
+    alone = ["-c", "from pulsetrain.cli import main; raise SystemExit(main())"]  # as the script `pulsetrain`
+    program = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "pulsetrain"] if torchrun else alone
+    command = [sys.executable, *program, "train", "config.yaml", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=ENVIRONMENT, start_new_session=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -151,6 +183,9 @@ def test_two_processes_train_one_run(torchrun: bool, folder: Path):
     words = [word.replace("--run", "--folder") for word in RUN]
     text = ended(started(*words, *([] if torchrun else ["--launch.nproc=2"]), torchrun=torchrun))
     assert text.count("run folder: runs/a") == text.count("trained     10 iterations, 10 updates, 2 epochs") == 1
+    command = shlex.join([sys.executable, "-m", "pulsetrain"]) if torchrun else "pulsetrain"
+    assert f"\nreport      {command} report runs/a" in text
+    assert (f"\nverify      {command} verify runs/a --launch.nproc=2\n" in text) is not torchrun
     assert sorted(each.name for each in (folder / "runs").iterdir()) == ["a"]
     assert EventLog("runs/a").ended
     assert EventLog("runs/a").verify() == []

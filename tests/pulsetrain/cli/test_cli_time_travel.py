@@ -115,6 +115,20 @@ def test_a_run_made_in_python_is_rejected_with_the_alternative(workdir: Path, ca
     assert "pulsetrain.verify(run, build_trainer)" in capsys.readouterr().err
 
 
+def test_a_run_that_cannot_be_forked_is_refused_before_its_checkpoints_are_looked_at(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+):
+    (workdir / "a" / "config.yaml").unlink()
+    for words in (["--at", "2"], ["--at", "20"], ["--at", "2", "--launch.nproc=2"]):
+        assert main(["fork", "a", "--into", "b", *words]) == 2
+        said = capsys.readouterr().err
+        assert "a: has no config.yaml, so the command line cannot make its trainer" in said
+        assert "a new Trainer with another run folder continues" in said
+    assert main(["fork", "nowhere", "--at", "2", "--into", "b"]) == 2
+    assert "nowhere: does not exist; name a run folder" in capsys.readouterr().err
+    assert not Path("b").exists()
+
+
 def test_a_fork_without_a_change_is_the_same_run(workdir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["fork", "a", "--at", "20", "--into", "b", "--train"]) == 0
     found = diff("a", "b")

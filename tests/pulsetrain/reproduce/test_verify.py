@@ -19,7 +19,7 @@ from pulsetrain import EventLog, Trainer, verify
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
-from pulsetrain.handlers import EventRecorder, Fingerprints, NaNGuard
+from pulsetrain.handlers import EventRecorder, Fingerprints, NaNGuard, RunSummary
 from tests.support import runs_honest
 from tests.support.models import loader, pairs, trainer
 from tests.support.runs_verified import build
@@ -86,9 +86,15 @@ def test_an_event_in_place_of_another_is_blamed_on_the_handlers(run: Path):
     assert [cause.kind for cause in found.causes] == ["handlers"]
 
 
-def test_verifying_reports_only_its_own_result(run: Path):
+def test_verifying_reports_only_its_own_result(run: Path, capsys: pytest.CaptureFixture[str]):
+    def build_with_summary() -> Trainer:
+        trainer = build(run)
+        trainer.handlers.append(RunSummary().attach(trainer))
+        return trainer
+
     with structlog.testing.capture_logs() as logs:
-        found = verify(run, lambda: build(run), from_iteration=12)
+        found = verify(run, build_with_summary, from_iteration=12)
+    assert capsys.readouterr() == ("", "")
     assert found, str(found)
     assert [entry["event"] for entry in logs if "resumed" in entry["event"]] == []
 

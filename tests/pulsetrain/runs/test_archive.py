@@ -136,7 +136,6 @@ def test_the_remedy_can_be_given_to_a_shell(run: Path, capsys: pytest.CaptureFix
 
 def test_unpack_makes_a_run_folder(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["archive", "runs/a", "--checkpoints", "all"]) == 0
-    Path("other").mkdir()
     assert main(["archive", "--unpack", "a.run.zip", "--into", "other"]) == 0
     assert content(Path("other/a")) == content(run)
     assert main(["archive", "--unpack", "a.run.zip", "--into", "other"]) == 2
@@ -168,9 +167,27 @@ def test_existing_archives_are_kept(run: Path, capsys: pytest.CaptureFixture[str
     assert Path("a.run.zip").read_text() == "precious"
     assert "use --force" in capsys.readouterr().err
     assert main(["archive", "runs/a", "--force"]) == 0
-    assert main(["archive", "runs/a", "--into", "nowhere"]) == 2
     assert main(["archive", "nothing"]) == 2
     assert "nothing: does not exist; name a run folder" in capsys.readouterr().err
+
+
+def test_the_folder_of_archives_is_made_unless_nothing_is_written(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["archive", "runs/a", "--into", "new/folder"]) == 0
+    assert capsys.readouterr().out.startswith("new/folder/a.run.zip: ")
+    assert main(["archive", "--unpack", "new/folder/a.run.zip", "--into", "other/folder"]) == 0
+    assert capsys.readouterr().out == "other/folder/a\n"
+    (run / "a\\b.txt").touch()
+    for words in (["nothing"], ["runs/a"], ["--unpack", "runs/a"]):
+        assert main(["archive", *words, "--into", "nowhere"]) == 2
+        assert not Path("nowhere").exists()
+    (run / "a\\b.txt").unlink()
+    Path("file").touch()
+    capsys.readouterr()
+    for words in (["runs/a"], ["--unpack", "new/folder/a.run.zip"]):
+        assert main(["archive", *words, "--into", "file"]) == 2
+        assert capsys.readouterr().err.endswith("error: --into file: is not a folder; choose another path\n")
+        assert main(["archive", *words, "--into", "file/folder"]) == 2
+        assert "Not a directory" in capsys.readouterr().err
 
 
 def test_the_page_about_an_archive_names_it(run: Path):

@@ -218,6 +218,30 @@ def test_a_name_with_a_backslash_is_named(run: Path, capsys: pytest.CaptureFixtu
     assert main(["archive", "runs/a"]) == 2
     assert "an archive cannot hold a backslash in a name; rename it" in capsys.readouterr().err
     assert not Path("a.run.zip").exists()
+    (run / "a\\b.txt").unlink()
+    run.rename("a\\b")
+    assert main(["archive", "a\\b"]) == 2
+    assert "error: a\\b: an archive cannot hold a backslash in a name; rename it" in capsys.readouterr().err
+
+
+def test_checkpoints_that_are_all_damaged_can_be_left_out(run: Path, capsys: pytest.CaptureFixture[str]):
+    for each in (run / "checkpoints").glob("*/manifest.json"):
+        each.write_bytes(b"{")
+    said = "runs/a/checkpoints: every checkpoint there is damaged; archive the run with --checkpoints none\n"
+    assert main(["archive", "runs/a", "--checkpoints", "latest"]) == 2
+    assert capsys.readouterr().err.endswith(said)
+    (run / "checkpoints" / "best").unlink()
+    assert main(["archive", "runs/a"]) == 2
+    assert capsys.readouterr().err.endswith(said)
+    assert main(["archive", "runs/a", "--checkpoints", "none"]) == 0
+
+
+def test_a_best_checkpoint_that_is_not_known_is_named(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "checkpoints" / "best").write_bytes(b"{")
+    assert main(["archive", "runs/a"]) == 2
+    said = "runs/a/checkpoints/best: is damaged, so the best checkpoint is not known; archive the run with "
+    assert capsys.readouterr().err.endswith(f"{said}--checkpoints latest, all or none\n")
+    assert main(["archive", "runs/a", "--checkpoints", "latest"]) == 0
 
 
 def test_names_that_are_not_text_are_named(run: Path, capsys: pytest.CaptureFixture[str]):

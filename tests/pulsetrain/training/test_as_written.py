@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, TorchBackend
+from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.schedules import build_schedule
 from pulsetrain.testing import tiny_loader, tiny_model
 from pulsetrain.training.as_written import as_written
@@ -125,6 +127,21 @@ def test_a_backend_that_computes_with_values_names_the_setting_too():
 def test_a_model_without_anything_to_train_is_an_argument_of_the_trainer():
     with pytest.raises(ConfigurationError, match=r"^Trainer\(model=Tanh\): has no parameters"):
         Trainer(nn.Tanh(), tiny_loader(), strategy=SupervisedStrategy("mse"), config=TrainingConfig(progress=False))
+
+
+@pytest.mark.parametrize("backend", [None, TorchBackend, partial(TorchBackend, functional=True)])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear, "Trainer(model=Linear): needs an object, such as Linear(...)"),
+        (tiny_loader(), "Trainer(model=DataLoader): needs a torch.nn.Module"),
+    ],
+    ids=["class", "loader"],
+)
+def test_what_is_not_a_model_is_an_argument_of_the_trainer(model: Any, message: str, backend: Any):
+    with pytest.raises(ArgumentTypeError) as caught:
+        Trainer(model, tiny_loader(), backend=None if backend is None else backend())
+    assert str(caught.value) == message
 
 
 def test_the_traceback_has_no_second_error_with_the_internal_name():
