@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -189,7 +190,7 @@ def is_run_of(names: Iterable[str]) -> bool:
     return not found.isdisjoint(PARTS) or ("config.yaml" in found and not found.isdisjoint(_KEPT))
 
 
-def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
+def summarize(folder: Path, *, now: float | None = None, named: Path | None = None) -> RunSummary:
     """Read what is known of a run: its description, and the end and the validations of its log.
 
     >>> import tempfile
@@ -206,6 +207,7 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
     Args:
         folder: the run folder.
         now: seconds since 1970.
+        named: what commands call it, such as the archive that was unpacked into the folder; by default the folder.
 
     Raises:
         RunFolderError: it is not a run folder, or cannot be read.
@@ -220,10 +222,12 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
         log, seen, error, is_refused = _read_log(folder, described)
     problem, unread = error or problem, unread or is_refused
     now = time.time() if now is None else now
-    status, reason = status_of(seen.ending, seen.updated, seen.gap, now, has_process=has_process)
+    named = folder if named is None else named
+    status, reason = status_of(named, seen.ending, seen.updated, seen.gap, now, has_process=has_process)
     reason = "" if problem and log is None else reason  # of a log that cannot be read, nothing is known
     if log is not None and log.damage:
-        problem = f"damaged log: {log.damage[0]}; `pulsetrain events --check` lists what is lost"
+        command = shlex.join(["pulsetrain", "events", str(named), "--check"])
+        problem = f"damaged log: {log.damage[0]}; `{command}` lists what is lost"
     parent = described.get("parent")
     given, not_given = _settings(folder, described)
     if given is None:
@@ -262,11 +266,12 @@ def _read_log(folder: Path, described: Mapping[str, Json]) -> tuple[EventLog | N
 
 
 def status_of(
-    ending: Ending | None, updated: float | None, gap: float, now: float, *, has_process: bool
+    run: Path, ending: Ending | None, updated: float | None, gap: float, now: float, *, has_process: bool
 ) -> tuple[Status, str]:
     """The status of a run, and the reason for it; "" if there is nothing to say.
 
     Args:
+        run: what commands call it.
         ending: how it ended, as its log says; None if the log does not say that it has.
         updated: time of its newest event, seconds since 1970; None if it has none.
         gap: seconds, the longest between two of its recent events.
@@ -278,7 +283,8 @@ def status_of(
     if not has_process:
         return Status.KILLED, "" if updated is not None else "no event was recorded"
     if updated is not None and now - updated > max(_LEAST_PATIENCE, _PATIENCE * gap):
-        return Status.STALLED, f"no event for {now - updated:.0f} s; `pulsetrain where` shows what it waits for"
+        command = shlex.join(["pulsetrain", "where", str(run)])
+        return Status.STALLED, f"no event for {now - updated:.0f} s; `{command}` shows what it waits for"
     return Status.RUNNING, ""
 
 

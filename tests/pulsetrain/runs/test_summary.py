@@ -78,11 +78,13 @@ def test_the_run_decides_which_values_are_better(tmp_path: Path):
 
 
 def test_a_run_with_a_living_owner_is_running_until_it_has_been_silent_for_long(tmp_path: Path):
-    folder = write_run(tmp_path / "run", [1.0], None, closed=False)
+    folder = write_run(tmp_path / "the run", [1.0], None, closed=False)
     own(folder, os.getpid())
     last = BEGUN / SECOND + 6
     assert summarize(folder, now=last + 59).status == Status.RUNNING
-    assert summarize(folder, now=last + 61).status == Status.STALLED
+    stalled = summarize(folder, now=last + 61)
+    hint = f"no event for 61 s; `pulsetrain where '{folder}'` shows what it waits for"
+    assert (stalled.status, stalled.reason) == (Status.STALLED, hint)
     own(folder, 2**22 + 1)  # no process has this number
     assert summarize(folder, now=last + 1).status == Status.KILLED
 
@@ -165,6 +167,7 @@ def test_a_damaged_log_is_a_reason_and_not_an_error(tmp_path: Path):
     content = log.read_bytes()
     log.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
     assert "damaged" in summarize(folder).reason
+    assert f"; `pulsetrain events {folder} --check` lists what is lost" in summarize(folder).reason
     log.write_bytes(b"nonsense")
     assert "damaged log" in summarize(folder).reason
 
