@@ -225,6 +225,8 @@ def summarize(folder: Path, *, now: float | None = None, named: Path | None = No
     named = folder if named is None else named
     status, reason = status_of(named, seen.ending, seen.updated, seen.gap, now, has_process=has_process)
     reason = "" if problem and log is None else reason  # of a log that cannot be read, nothing is known
+    if status is Status.KILLED and log is not None and described.get("parent") and described.get("starts") == []:
+        reason = "forked, not trained yet"
     if log is not None and log.damage:
         command = shlex.join(["pulsetrain", "events", str(named), "--check"])
         problem = f"damaged log: {log.damage[0]}; `{command}` lists what is lost"
