@@ -14,6 +14,7 @@ from typing import Any
 from pulsetrain.engine.errors import ConfigurationError, nearest
 from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
+from pulsetrain.familiar_names import familiar_setting
 from pulsetrain.runs.summary import RunSummary, names_of_settings
 
 __all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "reader_of", "sorted_by"]
@@ -131,9 +132,11 @@ def check_columns(argument: str, columns: Sequence[str], runs: Sequence[RunSumma
 
 
 def _alike(name: str, known: Collection[str]) -> list[str]:
-    """The three names that are most alike, or have this name as a part."""
+    """Three names: what another framework calls so, and those that are most alike or have this name as a part."""
     within = [each for each in known if name and name.lower() in each.lower()]
-    return list(dict.fromkeys([*nearest(name, known, 3), *within]))[:3]
+    meant = familiar_setting(name)
+    familiar = [meant] if meant in known else []
+    return list(dict.fromkeys([*familiar, *nearest(name, known, 3), *within]))[:3]
 
 
 def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:

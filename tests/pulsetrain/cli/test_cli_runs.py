@@ -128,6 +128,9 @@ def test_hostile_names_do_not_move_the_cursor(runs: Path, capsys: pytest.Capture
             ["--where", "training.learning_rat > 1"],
             "no run has 'training.learning_rat'; did you mean 'training.learning_rate'?",
         ),
+        (["--where", "lr > 1"], "no run has 'lr'; did you mean 'training.learning_rate'?"),
+        (["--where", "epochs > 1"], "no run has 'epochs'; did you mean 'epoch'?"),
+        (["--sort", "lr"], "sort='lr'): no run has this column; the closest are training.learning_rate"),
         (["--where", "__import__('os')"], "not supported; a condition may use"),
         (
             ["--columns", "run,nonsense"],
@@ -144,6 +147,12 @@ def test_wrong_input_is_answered_with_the_remedy(
 ):
     assert main(["runs", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_familiar_name_of_a_setting_is_answered_with_ours(runs: Path, capsys: pytest.CaptureFixture[str]):
+    describe(runs / "a", "training: {learning_rate: 0.1}", learning_rate=0.1, seed=0)  # whose name is more alike
+    assert main(["runs", "--where", "training.lr > 1"]) == 2
+    assert "no run has 'training.lr'; did you mean 'training.learning_rate'?" in capsys.readouterr().err
 
 
 def test_a_project_with_a_configuration_is_not_a_run(runs: Path, capsys: pytest.CaptureFixture[str]):
