@@ -135,7 +135,7 @@ def _alike(name: str, known: Collection[str]) -> list[str]:
     """Three names: what another framework calls so, and those that are most alike or have this name as a part."""
     within = [each for each in known if name and name.lower() in each.lower()]
     meant = familiar_setting(name)
-    familiar = [meant] if meant in known else []
+    familiar = [meant] if meant is not None and meant in known else []
     return list(dict.fromkeys([*familiar, *nearest(name, known, 3), *within]))[:3]
 
 

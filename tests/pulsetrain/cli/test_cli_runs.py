@@ -97,7 +97,7 @@ def test_settings_that_a_configuration_leaves_out_have_their_defaults(runs: Path
     assert [row.split() for row in rows[1:]] == [["2"], ["1"], ["fp32", "1"]]
 
 
-def test_a_setting_given_with_its_default_is_no_difference(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_setting_given_with_its_default_does_not_differ(runs: Path, capsys: pytest.CaptureFixture[str]):
     describe(runs / "a", "training: {accumulate: 2, warmup_steps: 0}", accumulate=2, warmup_steps=0, precision="fp32")
     describe(runs / "b", "training: {}", accumulate=1, warmup_steps=0, precision="bf16")
     head, *rows = listed(capsys, "--where", "name in ['a', 'b']")

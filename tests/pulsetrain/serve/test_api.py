@@ -105,7 +105,7 @@ def test_credentials_in_tags_are_not_shown(root: Path):
     found = TestClient(app, base_url="http://127.0.0.1:8765").get("/api/runs").text
     close()
     assert "hunter2" not in found
-    assert (_brief(Store(root), "a") or {})["tags"] == ["password=[redacted]"]  # as the page is told of changes
+    assert (_brief(Store(root), "a") or {})["tags"] == ["password=[redacted]"]  # as in /api/live
     assert found.count("password=[redacted]") == 2  # as a cell, and as a tag
 
 
