@@ -291,7 +291,7 @@ def status_of(
 
 
 def is_in_progress(folder: Path) -> bool:
-    """Whether a process that trains into this run folder is alive, as far as can be told."""
+    """Whether a process that trains into this run folder is alive, as far as is known."""
     try:
         return not has_ended(read_file(folder / ".owner"))
     except OSError:

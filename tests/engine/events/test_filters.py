@@ -282,7 +282,7 @@ def test_a_filter_set_on_the_bus_before_an_engine_registers_the_event_uncounted_
 
 
 class At(EventFilter):
-    """Due at values of its own, which are no field: all such filters are equal."""
+    """Due at values of its own, which are not a field: all such filters are equal."""
 
     def __init__(self, *values: int) -> None:
         super().__init__()
