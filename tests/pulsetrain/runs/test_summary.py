@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers.run_files.owner_process import beginning, processes
 from pulsetrain.runs import summary
 from pulsetrain.runs.live import LiveRun
-from pulsetrain.runs.summary import Status, summarize
+from pulsetrain.runs.summary import Status, names_of_settings, summarize
 from pulsetrain.testing import tiny_loader, tiny_model
 from tests.support.run_folders import BEGUN, SECOND, write_run
 
@@ -188,6 +189,13 @@ def test_files_that_are_not_what_they_should_be_cost_only_what_they_say(part: st
     for content in (b"\xff\xfe", b"{", b"[1]", b""):
         (folder / part).write_bytes(content)
         assert summarize(folder).status == Status.COMPLETED
+
+
+def test_settings_that_are_nested_too_deep_are_left_out(tmp_path: Path):
+    found = summarize(write_run(tmp_path / "run", [1.0]))
+    deep = replace(found, not_given=b'{"a":' * 5000 + b"1" + b"}" * 5000)
+    assert (deep.setting("training.a"), deep.setting("training.max_epochs")) == (None, 4)
+    assert [*names_of_settings([deep])] == [*found.settings]
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path):
