@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pulsetrain.engine.argument_checks import answer_unknown_keywords
 
-__all__ = ["OF_CONFIG", "OF_TRAINER", "SETTINGS", "knows_familiar_names", "missing_attribute"]
+__all__ = ["OF_CONFIG", "OF_TRAINER", "SETTINGS", "familiar_setting", "knows_familiar_names", "missing_attribute"]
 
 T = TypeVar("T")
 
@@ -132,6 +132,16 @@ def knows_familiar_names(names: Mapping[str, str]) -> Callable[[type[T]], type[T
         return kind
 
     return decorate
+
+
+def familiar_setting(name: str) -> str | None:
+    """The setting of the training that another framework calls so, by its dotted name; None if there is none.
+
+    >>> familiar_setting("training.lr"), familiar_setting("grad_clip"), familiar_setting("nonsense")
+    ('training.learning_rate', 'training.clip_grad_norm', None)
+    """
+    setting = SETTINGS.get(name.removeprefix("training."))
+    return None if setting is None else f"training.{setting.partition('=')[0]}"
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:

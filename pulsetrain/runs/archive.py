@@ -183,7 +183,7 @@ def summarize_archive(path: Path) -> RunSummary:
             folder = Path(beside, contents.run)
             (folder / "events").mkdir(parents=True)
             _extract(file, path, contents, names, folder)
-            found = summarize(folder)
+            found = summarize(folder, named=path)
     except RunFolderError as error:
         return RunSummary.unreadable(path, Status.ARCHIVED, str(error))
     reason = f"{found.status.value}{f': {found.reason}' if found.reason else ''}"

@@ -24,7 +24,7 @@ from pulsetrain.runs.tags import TAGS_FILE
 __all__ = ["INDEX", "RunIndex", "log_sign_of", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 8 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
+_VERSION = 9 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
 _DEPTH = 6  # folders below the root
 _RECENT = 10_000_000_000  # nanoseconds; a folder that was changed since may change again at the same time stamp
 _MANY = 200  # runs, from which on several processes read them

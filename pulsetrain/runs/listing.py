@@ -14,7 +14,8 @@ from typing import Any
 from pulsetrain.engine.errors import ConfigurationError, nearest
 from pulsetrain.engine.plain_text import plain
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
-from pulsetrain.runs.summary import RunSummary
+from pulsetrain.familiar_names import familiar_setting
+from pulsetrain.runs.summary import RunSummary, names_of_settings
 
 __all__ = ["FORMATS", "check_columns", "columns_of", "path_of", "reader_of", "sorted_by"]
 
@@ -28,11 +29,16 @@ _WIDTH = 60  # characters of a cell
 def columns_of(runs: Sequence[RunSummary]) -> list[str]:
     """The columns by default: best metrics, and the settings in which the runs differ."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.best))[:_MOST]
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    differ = [name for name in names if _differ([run.settings.get(name) for run in runs])][:_MOST]
+    names = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
+    differ = [name for name in names if _differ(_values(name, runs))][:_MOST]
     root = Path()
     last = [name for name in _LAST if name == "updated" or any(map(reader_of(name, root), runs))]
     return [*_FIRST, *metrics, *differ, *last]
+
+
+def _values(name: str, runs: Sequence[RunSummary]) -> list[Any]:
+    """The values of a setting; most runs give it, and a call for each of these would take twice as long."""
+    return [run.settings[name] if name in run.settings else run.setting(name) for run in runs]
 
 
 def _differ(values: Sequence[object]) -> bool:
@@ -65,10 +71,10 @@ def reader_of(column: str, root: Path) -> Callable[[RunSummary], Any]:
         return attrgetter(column)
 
     def read(run: RunSummary) -> Any:
-        for values in (run.best, run.last, run.settings):
+        for values in (run.best, run.last):
             if column in values:
                 return values[column]
-        return None
+        return run.setting(column)
 
     return read
 
@@ -115,8 +121,9 @@ def check_columns(argument: str, columns: Sequence[str], runs: Sequence[RunSumma
     if all(column in _OWN for column in columns):
         return
     known: dict[str, object] = dict.fromkeys(_OWN)
-    for values in chain.from_iterable((run.best, run.last, run.settings) for run in runs):
+    for values in chain.from_iterable((run.best, run.last) for run in runs):
         known.update(values)
+    known.update(names_of_settings(runs))
     for column in columns:
         if column not in known:
             near = ", ".join(_alike(column, known))
@@ -125,9 +132,11 @@ def check_columns(argument: str, columns: Sequence[str], runs: Sequence[RunSumma
 
 
 def _alike(name: str, known: Collection[str]) -> list[str]:
-    """The three names that are most alike, or have this name as a part."""
+    """Three names: what another framework calls so, and those that are most alike or have this name as a part."""
     within = [each for each in known if name and name.lower() in each.lower()]
-    return list(dict.fromkeys([*nearest(name, known, 3), *within]))[:3]
+    meant = familiar_setting(name)
+    familiar = [meant] if meant is not None and meant in known else []
+    return list(dict.fromkeys([*familiar, *nearest(name, known, 3), *within]))[:3]
 
 
 def as_table(runs: Sequence[RunSummary], columns: Sequence[str], root: Path) -> Iterator[str]:

@@ -171,7 +171,8 @@ class LiveRun:
             return
         gap = longest_gap(self._recent, main.curves.engine)
         has_process = is_in_progress(self.folder)
-        self._status = status_of(main.curves.ending, main.last.t / 1e9, gap, self._clock(), has_process=has_process)
+        ending, updated = main.curves.ending, main.last.t / 1e9
+        self._status = status_of(self.label, ending, updated, gap, self._clock(), has_process=has_process)
         self._look_for_damage((sum(self._generations.values()), self._status[0].is_going))
 
     def _look_for_damage(self, state: tuple[int, bool]) -> None:

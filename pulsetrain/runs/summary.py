@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ __all__ = [
     "is_in_progress",
     "is_run",
     "is_run_of",
+    "names_of_settings",
     "status_of",
     "summarize",
 ]
@@ -76,11 +80,12 @@ class RunSummary:
     updated: float | None  # of its newest event
     last: Mapping[str, float]  # the newest value of each metric
     best: Mapping[str, float]  # of each metric of validations and rollouts of which is known which values are better
-    settings: Mapping[str, Json]  # "training.learning_rate" -> 0.001
+    settings: Mapping[str, Json]  # that its config.yaml gives, such as "training.learning_rate" -> 0.001; see `setting`
     tags: tuple[str, ...]
     parent: Mapping[str, Json] | None  # "run", "id", "iteration" of the run it was forked from, and a list, "changed"
     ranks: int
     unread: bool = False  # whether a file could not be read, and may be readable the next time
+    not_given: bytes = b""  # JSON, the training's settings that config.yaml does not give; the same in many runs
 
     @classmethod
     def unreadable(cls, path: str | Path, status: Status, reason: str) -> RunSummary:
@@ -128,10 +133,25 @@ class RunSummary:
         """Its length in iterations; None if that is not known."""
         return self.reached.total_iterations
 
+    def setting(self, name: str) -> Json:
+        """The value of a setting by its dotted name; None if the run has no such setting.
+
+        Of a setting of the training that config.yaml does not give, the default that it was trained with.
+        """
+        return self.settings[name] if name in self.settings else _decoded(self.not_given).get(name)
+
     @property
     def progress(self) -> float | None:
         """The share of its length that it has trained, from 0 to 1; None if its length is not known."""
         return self.reached.share
+
+
+def names_of_settings(runs: Iterable[RunSummary]) -> dict[str, None]:
+    """The dotted names of all settings of the runs: first those that configurations give."""
+    names = dict.fromkeys(chain.from_iterable(run.settings for run in runs))
+    for not_given in dict.fromkeys(run.not_given for run in runs):
+        names |= dict.fromkeys(_decoded(not_given))
+    return names
 
 
 def is_run(folder: Path) -> bool:
@@ -170,7 +190,7 @@ def is_run_of(names: Iterable[str]) -> bool:
     return not found.isdisjoint(PARTS) or ("config.yaml" in found and not found.isdisjoint(_KEPT))
 
 
-def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
+def summarize(folder: Path, *, now: float | None = None, named: Path | None = None) -> RunSummary:
     """Read what is known of a run: its description, and the end and the validations of its log.
 
     >>> import tempfile
@@ -187,6 +207,7 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
     Args:
         folder: the run folder.
         now: seconds since 1970.
+        named: what commands call it, such as the archive that was unpacked into the folder; by default the folder.
 
     Raises:
         RunFolderError: it is not a run folder, or cannot be read.
@@ -201,13 +222,17 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
         log, seen, error, is_refused = _read_log(folder, described)
     problem, unread = error or problem, unread or is_refused
     now = time.time() if now is None else now
-    status, reason = status_of(seen.ending, seen.updated, seen.gap, now, has_process=has_process)
+    named = folder if named is None else named
+    status, reason = status_of(named, seen.ending, seen.updated, seen.gap, now, has_process=has_process)
     reason = "" if problem and log is None else reason  # of a log that cannot be read, nothing is known
+    if status is Status.KILLED and log is not None and described.get("parent") and described.get("starts") == []:
+        reason = "forked, not trained yet"
     if log is not None and log.damage:
-        problem = f"damaged log: {log.damage[0]}; `pulsetrain events --check` lists what is lost"
+        command = shlex.join(["pulsetrain", "events", str(named), "--check"])
+        problem = f"damaged log: {log.damage[0]}; `{command}` lists what is lost"
     parent = described.get("parent")
-    settings = _settings(folder, described)
-    if settings is None:
+    given, not_given = _settings(folder, described)
+    if given is None:
         problem, unread = problem or "config.yaml cannot be read", True
     return RunSummary(
         path_bytes=os.fsencode(folder),
@@ -219,11 +244,12 @@ def summarize(folder: Path, *, now: float | None = None) -> RunSummary:
         updated=seen.updated,
         last=seen.last,
         best=seen.best,
-        settings=settings or {},
+        settings=given or {},
         tags=read_tags(folder),
         parent=_parent(parent) if isinstance(parent, dict) and parent.get("run") else None,
         ranks=len(logged_ranks(folder)) if log is not None else 1,
         unread=unread,
+        not_given=not_given,
     )
 
 
@@ -242,11 +268,12 @@ def _read_log(folder: Path, described: Mapping[str, Json]) -> tuple[EventLog | N
 
 
 def status_of(
-    ending: Ending | None, updated: float | None, gap: float, now: float, *, has_process: bool
+    run: Path, ending: Ending | None, updated: float | None, gap: float, now: float, *, has_process: bool
 ) -> tuple[Status, str]:
     """The status of a run, and the reason for it; "" if there is nothing to say.
 
     Args:
+        run: what commands call it.
         ending: how it ended, as its log says; None if the log does not say that it has.
         updated: time of its newest event, seconds since 1970; None if it has none.
         gap: seconds, the longest between two of its recent events.
@@ -258,7 +285,8 @@ def status_of(
     if not has_process:
         return Status.KILLED, "" if updated is not None else "no event was recorded"
     if updated is not None and now - updated > max(_LEAST_PATIENCE, _PATIENCE * gap):
-        return Status.STALLED, f"no event for {now - updated:.0f} s; `pulsetrain where` shows what it waits for"
+        command = shlex.join(["pulsetrain", "where", str(run)])
+        return Status.STALLED, f"no event for {now - updated:.0f} s; `{command}` shows what it waits for"
     return Status.RUNNING, ""
 
 
@@ -276,23 +304,45 @@ def _created(described: Mapping[str, Json]) -> float | None:
     return None
 
 
-def _settings(folder: Path, described: Mapping[str, Json]) -> dict[str, Json] | None:
-    """Those of config.yaml, or else the training's own from run.json, by dotted names; None if they cannot be read."""
+def _settings(folder: Path, described: Mapping[str, Json]) -> tuple[dict[str, Json] | None, bytes]:
+    """The settings by dotted names, None if they cannot be read, and `RunSummary.not_given`.
+
+    They are those of config.yaml, or else the training's own from run.json.
+    """
     import yaml  # here, as where all runs are known it is not needed
 
     from pulsetrain.configuration.yaml_text import load_yaml
 
+    settings = described.get("settings")
     try:
         found = load_yaml(read_file(folder / "config.yaml").decode(), fast=True)
         if isinstance(found, dict):
             found.pop("run", None)  # its folder, or a pattern for it
-            return _values(found)
+            given = found.get("training")
+            return _values(found), _without(settings, given) if isinstance(settings, dict) else b""
     except (FileNotFoundError, ValueError, TypeError, RecursionError, yaml.YAMLError):  # none, or damaged
         pass
     except OSError:
-        return None
-    settings = described.get("settings")
-    return _values({"training": settings} if settings else {})
+        return None, b""
+    return _values({"training": settings} if settings else {}), b""
+
+
+def _without(settings: Mapping[str, Json], given: Json) -> bytes:
+    """The settings whose names are not among the given ones, as JSON."""
+    names = given if isinstance(given, dict) else {}
+    rest = {name: value for name, value in settings.items() if name not in names}
+    return msgspec.json.encode(rest) if rest else b""
+
+
+@lru_cache(maxsize=1024)
+def _decoded(not_given: bytes) -> Mapping[str, Json]:
+    """The values of `RunSummary.not_given` by dotted names."""
+    if not not_given:
+        return {}
+    try:
+        return _values({"training": msgspec.json.decode(not_given)})
+    except RecursionError:  # nested too deep
+        return {}
 
 
 def _values(settings: Mapping[str, Json]) -> dict[str, Json]:

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pulsetrain.engine.errors import ConfigurationError, did_you_mean
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.predicate import Predicate, UnsupportedError, Value, predicate
+from pulsetrain.familiar_names import familiar_setting
 from pulsetrain.runs.progress import Progress
-from pulsetrain.runs.summary import RunSummary, Status
+from pulsetrain.runs.summary import RunSummary, Status, names_of_settings
 
 __all__ = ["NAMES", "run_predicate", "select_runs"]
 
@@ -39,16 +40,19 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
         ConfigurationError: the text is not such a condition, or no run has a setting or a metric that it names.
     """
     runs = list(runs)
-    settings = dict.fromkeys(name for run in runs for name in run.settings)
+    settings = names_of_settings(runs)
 
     def read(node: ast.Name | ast.Attribute) -> Value:
         name = ast.unparse(node)
         if name in settings:
-            return lambda run: parse_non_finite(run.settings.get(name))
+            return lambda run: parse_non_finite(run.setting(name))
         if name in NAMES:
             return lambda run: _plain(getattr(run, name))
-        hint = did_you_mean(name, (*settings, *NAMES)) or f"; besides settings there are {', '.join(NAMES)}"
-        raise UnsupportedError(node, f"no run has {name!r}{hint}")
+        near, meant = did_you_mean(name, (*settings, *NAMES)), familiar_setting(name)
+        if meant in settings and (name.startswith("training.") or not near):  # else `epochs` would be max_epochs
+            near = f"; did you mean {meant!r}?"
+        rule = near or f"; besides settings there are {', '.join(NAMES)}"
+        raise UnsupportedError(node, f"no run has {name!r}{rule}")
 
     condition = predicate(text, read, _NOTHING)
     _check_constants(text, runs)

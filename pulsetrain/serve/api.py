@@ -45,6 +45,7 @@ _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp"})
 _TEXTS = frozenset({".txt", ".log", ".csv", ".yaml", ".json", ".md"})
 _MOST_TEXT = 200_000  # bytes of a file
 _JUDGED = ("EarlyStopping", "LossSpikeGuard")
+_LARGEST = 2**53  # of whole numbers in a request; larger ones are not exact as a float
 
 Answer = Callable[[Request], Any]
 
@@ -118,9 +119,10 @@ class _Api:
             if id(run) in chosen:
                 cells = {column: redacted(read(run), column) for column, read in readers.items()}
                 parent = dict[str, Any](redacted(run.parent or {}))
-                if run.parent is not None:  # which may have been moved
-                    folder = by_folder.get(str(run.parent["run"]))
-                    parent["listed"] = by_id.get(str(run.parent.get("id")), folder)
+                if run.parent is not None:  # which may have been moved, or copied
+                    there, its_id = by_folder.get(str(run.parent["run"])), str(run.parent.get("id"))
+                    is_it = there is not None and listed[there].id == its_id
+                    parent["listed"] = there if is_it else by_id.get(its_id, there)
                 rows.append({"id": name, **_status(run), "cells": cells, "parent": parent or None})
         return {"root": str(self._store.root), "columns": columns, "runs": rows, "reading": self._store.reading}
 
@@ -312,6 +314,9 @@ def _number(request: Request, name: str) -> float | None:
 
 def _whole(request: Request, name: str, default: int) -> int:
     number = _number(request, name)
+    if number is not None and abs(number) > _LARGEST:
+        text = request.query_params[name]
+        raise ConfigurationError(f"{name}={text!r}: is too large; choose a whole number of at most {_LARGEST}")
     return default if number is None else int(number)
 
 
@@ -328,7 +333,8 @@ def _is_open(path: Path, folder: Path) -> bool:
 def _status(run: Any) -> dict[str, Any]:
     return {
         "status": run.status.value, "reason": redacted(run.reason), "epoch": run.epoch, "iteration": run.iteration,
-        "progress": run.progress, "updated": run.updated, "best": run.best, "last": run.last, "tags": run.tags,
+        "progress": run.progress, "updated": run.updated, "best": run.best, "last": run.last,
+        "tags": redacted(list(run.tags)),
     }  # fmt: skip
 
 

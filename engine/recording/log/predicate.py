@@ -161,9 +161,9 @@ def _compile(node: ast.expr, errors: list[Exception], names: Names) -> Value:
         case ast.Tuple(elts=items) | ast.List(elts=items):
             values = [_compile(item, errors, names) for item in items]
             return lambda event: [value(event) for value in values]
-        case ast.Subscript(value=container, slice=index):
+        case ast.Subscript(value=container):
             return _applied(
-                errors, operator.getitem, _compile(container, errors, names), _compile(index, errors, names)
+                errors, operator.getitem, _compile(container, errors, names), _compile_index(node, errors, names)
             )
         case ast.BoolOp(op=ast.And(), values=items):
             values = [_compile(item, errors, names) for item in items]
@@ -188,6 +188,18 @@ def _compile(node: ast.expr, errors: list[Exception], names: Names) -> Value:
         case ast.Call(func=ast.Name(id="abs" | "len" | "isnan" as name), args=[argument], keywords=[]):
             return _applied(errors, _FUNCTIONS[name], _compile(argument, errors, names))
     raise UnsupportedError(node, f"not supported; a condition may use {SYNTAX}")
+
+
+def _compile_index(node: ast.Subscript, errors: list[Exception], names: Names) -> Value:
+    """The index of a subscript; the error for a key without quotes shows them."""
+    try:
+        return _compile(node.slice, errors, names)
+    except UnsupportedError:
+        if not all(isinstance(part, ast.Name | ast.Load | ast.BinOp | ast.Div) for part in ast.walk(node.slice)):
+            raise
+        key = ast.unparse(node.slice).replace(" / ", "/")  # as in val/loss
+        rule = f'the key {key} has no quotes; did you mean {ast.unparse(node.value)}["{key}"]?'
+        raise UnsupportedError(node.slice, rule) from None
 
 
 def _applied(errors: list[Exception], apply: Callable[..., Json], *operands: Value) -> Value:

@@ -72,6 +72,40 @@ def test_tags_are_added_shown_selected_by_and_removed(runs: Path, capsys: pytest
     assert "tag(add='two words'): needs 1 to 64 letters" in error
 
 
+def describe(run: Path, given: str, **settings: object) -> None:
+    """Let the run have these settings, of which its config.yaml gives some."""
+    described = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**described, "settings": settings}))
+    (run / "config.yaml").write_text(given)
+
+
+def test_settings_that_a_configuration_leaves_out_have_their_defaults(runs: Path, capsys: pytest.CaptureFixture[str]):
+    every = {"epochs": 1, "updates": None}
+    describe(runs / "a", "training: {accumulate: 2}", accumulate=2, warmup_steps=0, validate_every=every)
+    given = "training: {warmup_steps: 0, validate_every: {epochs: 1}}"
+    describe(runs / "b", given, accumulate=1, warmup_steps=0, validate_every=every)
+    describe(runs / "more" / "c", "model: Net", accumulate=1, warmup_steps=0, validate_every=every, precision="fp32")
+    for where, expected in {
+        "training.accumulate == 1": ["b", "more/c"],
+        "training.accumulate != 2": ["b", "more/c"],
+        "training.warmup_steps == 0 and training.validate_every.epochs == 1": ["a", "b", "more/c"],
+        'training.precision == "fp32"': ["more/c"],  # which no configuration gives
+    }.items():
+        assert [row.split()[0] for row in listed(capsys, "--where", where)[1:]] == expected
+    assert [row.split()[0] for row in listed(capsys, "--sort", "training.accumulate")[1:]] == ["b", "more/c", "a"]
+    rows = listed(capsys, "--columns", "training.precision,training.accumulate")
+    assert [row.split() for row in rows[1:]] == [["2"], ["1"], ["fp32", "1"]]
+
+
+def test_a_setting_given_with_its_default_does_not_differ(runs: Path, capsys: pytest.CaptureFixture[str]):
+    describe(runs / "a", "training: {accumulate: 2, warmup_steps: 0}", accumulate=2, warmup_steps=0, precision="fp32")
+    describe(runs / "b", "training: {}", accumulate=1, warmup_steps=0, precision="bf16")
+    head, *rows = listed(capsys, "--where", "name in ['a', 'b']")
+    assert [name for name in head.split() if name.startswith("training.")] == ["training.accumulate"]
+    at = head.index("training.accumulate")
+    assert [row[at:].split()[0] for row in rows] == ["2", "1"]
+
+
 def test_json_and_csv(runs: Path, capsys: pytest.CaptureFixture[str]):
     rows = [json.loads(line) for line in listed(capsys, "--format", "json", "--columns", "run,val/loss,parent,from")]
     assert rows[1] == {"run": "b", "val/loss": 0.25, "parent": None, "from": ""}
@@ -94,6 +128,9 @@ def test_hostile_names_do_not_move_the_cursor(runs: Path, capsys: pytest.Capture
             ["--where", "training.learning_rat > 1"],
             "no run has 'training.learning_rat'; did you mean 'training.learning_rate'?",
         ),
+        (["--where", "lr > 1"], "no run has 'lr'; did you mean 'training.learning_rate'?"),
+        (["--where", "epochs > 1"], "no run has 'epochs'; did you mean 'epoch'?"),
+        (["--sort", "lr"], "sort='lr'): no run has this column; the closest are training.learning_rate"),
         (["--where", "__import__('os')"], "not supported; a condition may use"),
         (
             ["--columns", "run,nonsense"],
@@ -110,6 +147,12 @@ def test_wrong_input_is_answered_with_the_remedy(
 ):
     assert main(["runs", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_familiar_name_of_a_setting_is_answered_with_ours(runs: Path, capsys: pytest.CaptureFixture[str]):
+    describe(runs / "a", "training: {learning_rate: 0.1}", learning_rate=0.1, seed=0)  # whose name is more alike
+    assert main(["runs", "--where", "training.lr > 1"]) == 2
+    assert "no run has 'training.lr'; did you mean 'training.learning_rate'?" in capsys.readouterr().err
 
 
 def test_a_project_with_a_configuration_is_not_a_run(runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -139,6 +139,16 @@ def test_a_fork_without_a_change_is_the_same_run(workdir: Path, capsys: pytest.C
     assert (parent["iteration"], parent["changed"]) == (16, [])
 
 
+def test_a_fork_that_nobody_has_trained_says_so_in_the_list(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["fork", "a", "--at", "20", "--into", "b"]) == 0
+    assert main(["fork", "a", "--at", "20", "--into", "c", "--train"]) == 0
+    for each in "bc":
+        (workdir / each / ".owner").unlink(missing_ok=True)  # as when this process has ended
+    capsys.readouterr()
+    assert main(["runs", ".", "--columns", "run,reason", "--format", "csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["a,", 'b,"forked, not trained yet"', "c,"]
+
+
 def test_a_fork_of_a_run_whose_handler_cannot_be_detached(
     workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

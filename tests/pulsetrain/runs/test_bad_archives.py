@@ -36,6 +36,16 @@ def test_a_damaged_archive_is_refused(harm, message: str, run: Path, tmp_path: P
         unpacked(stored)
 
 
+def test_what_is_said_of_a_damaged_log_names_the_archive(tmp_path: Path):
+    run = write_run(tmp_path / "run", [1.0] * 400)  # some of it is sealed in blocks
+    log = run / "events" / "events.jsonl.zst"
+    content = log.read_bytes()
+    log.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+    path = write_archive(run, tmp_path / "a.run.zip").path
+    assert f"`pulsetrain events {path} --check` lists what is lost" in summarize_archive(path).reason
+    assert main(["events", str(path), "--check"]) == 3
+
+
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil"])
 def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path):
     path = tmp_path / "a.zip"

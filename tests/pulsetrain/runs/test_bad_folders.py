@@ -91,7 +91,8 @@ def test_a_damaged_log_says_what_to_do(root: Path):
     data[40] ^= 1
     log.write_bytes(data)
     damage = EventLog(folder).damage[0]
-    assert summarize(folder).reason == f"damaged log: {damage}; `pulsetrain events --check` lists what is lost"
+    command = f"pulsetrain events {folder} --check"
+    assert summarize(folder).reason == f"damaged log: {damage}; `{command}` lists what is lost"
 
 
 def followed(folder: Path) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers.run_files.owner_process import beginning, processes
 from pulsetrain.runs import summary
 from pulsetrain.runs.live import LiveRun
-from pulsetrain.runs.summary import Status, summarize
+from pulsetrain.runs.summary import Status, names_of_settings, summarize
 from pulsetrain.testing import tiny_loader, tiny_model
 from tests.support.run_folders import BEGUN, SECOND, write_run
 
@@ -78,11 +79,13 @@ def test_the_run_decides_which_values_are_better(tmp_path: Path):
 
 
 def test_a_run_with_a_living_owner_is_running_until_it_has_been_silent_for_long(tmp_path: Path):
-    folder = write_run(tmp_path / "run", [1.0], None, closed=False)
+    folder = write_run(tmp_path / "the run", [1.0], None, closed=False)
     own(folder, os.getpid())
     last = BEGUN / SECOND + 6
     assert summarize(folder, now=last + 59).status == Status.RUNNING
-    assert summarize(folder, now=last + 61).status == Status.STALLED
+    stalled = summarize(folder, now=last + 61)
+    hint = f"no event for 61 s; `pulsetrain where '{folder}'` shows what it waits for"
+    assert (stalled.status, stalled.reason) == (Status.STALLED, hint)
     own(folder, 2**22 + 1)  # no process has this number
     assert summarize(folder, now=last + 1).status == Status.KILLED
 
@@ -165,6 +168,7 @@ def test_a_damaged_log_is_a_reason_and_not_an_error(tmp_path: Path):
     content = log.read_bytes()
     log.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
     assert "damaged" in summarize(folder).reason
+    assert f"; `pulsetrain events {folder} --check` lists what is lost" in summarize(folder).reason
     log.write_bytes(b"nonsense")
     assert "damaged log" in summarize(folder).reason
 
@@ -185,6 +189,13 @@ def test_files_that_are_not_what_they_should_be_cost_only_what_they_say(part: st
     for content in (b"\xff\xfe", b"{", b"[1]", b""):
         (folder / part).write_bytes(content)
         assert summarize(folder).status == Status.COMPLETED
+
+
+def test_settings_that_are_nested_too_deep_are_left_out(tmp_path: Path):
+    found = summarize(write_run(tmp_path / "run", [1.0]))
+    deep = replace(found, not_given=b'{"a":' * 5000 + b"1" + b"}" * 5000)
+    assert (deep.setting("training.a"), deep.setting("training.max_epochs")) == (None, 4)
+    assert [*names_of_settings([deep])] == [*found.settings]
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path):

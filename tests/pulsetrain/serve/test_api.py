@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,11 @@ from starlette.testclient import TestClient
 
 from pulsetrain.cli import main
 from pulsetrain.engine import ConfigurationError
+from pulsetrain.runs.tags import change_tags
 from pulsetrain.serve.access import is_loopback
+from pulsetrain.serve.api import _brief
 from pulsetrain.serve.server import _bound, app_of, serve
+from pulsetrain.serve.store import Store
 from tests.support.curves import lines_of
 from tests.support.run_folders import write_counting_run, write_run
 
@@ -85,6 +89,24 @@ def test_the_parent_of_a_run_that_was_moved_is_found_by_its_id(root: Path, tmp_p
     found = ask(TestClient(app, base_url="http://127.0.0.1:8765"), "runs")["runs"]
     close()
     assert [run["parent"] and run["parent"]["listed"] for run in found] == [None, None, "a"]
+
+
+def test_a_copy_of_the_parent_is_not_its_parent(root: Path):
+    shutil.copytree(root / "a", root / "a2")
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    found = ask(TestClient(app, base_url="http://127.0.0.1:8765"), "runs")["runs"]
+    close()
+    assert [run["parent"]["listed"] for run in found if run["parent"]] == ["a"]
+
+
+def test_credentials_in_tags_are_not_shown(root: Path):
+    change_tags(root / "a", ["password=hunter2"])
+    app, _, close = app_of(root, None, frozenset({"127.0.0.1"}))
+    found = TestClient(app, base_url="http://127.0.0.1:8765").get("/api/runs").text
+    close()
+    assert "hunter2" not in found
+    assert (_brief(Store(root), "a") or {})["tags"] == ["password=[redacted]"]  # as in /api/live
+    assert found.count("password=[redacted]") == 2  # as a cell, and as a tag
 
 
 def test_credentials_in_the_description_of_a_parent_are_not_shown(root: Path):
@@ -221,6 +243,11 @@ def test_a_what_if_says_what_it_cannot_know(client: TestClient):
     assert ask(client, "whatif", run="a", metric="val/none_loss")["a"]["values"] == 0
     answer = client.get("/api/whatif", params={"run": "a", "patience": "many"})
     assert answer.status_code == 400
+    for window in ("1e300", "-1e300"):
+        answer = client.get("/api/whatif", params={"run": "a", "handler": "LossSpikeGuard", "window": window})
+        assert answer.status_code == 400
+        assert answer.json()["error"].startswith(f"window='{window}': is too large; choose a whole number")
+    assert ask(client, "whatif", run="a", handler="LossSpikeGuard", window=2**53)["a"]["spikes"] == 0
     spikes = ask(client, "whatif", run="a", handler="LossSpikeGuard", metric="loss", threshold=5)["a"]
     assert (spikes["spikes"], spikes["values"]) == (0, 25)
 
