@@ -30,6 +30,7 @@ SETTINGS = set(inspect.signature(TrainingConfig).parameters)
         ("devices", "start processes with torchrun or `pulsetrain train --launch.nproc N`"),
         ("save_steps", "use the handler Checkpointer(folder, every=..., keep_last=...)"),
         ("val_dataloaders", "pass val_loader=..."),
+        ("resume", "call train(resume='latest')"),
         ("val_loadr", "did you mean 'val_loader'?"),
     ],
 )
@@ -115,6 +116,27 @@ def test_the_trainer_knows_each_keyword_in_the_tables_of_other_frameworks(name: 
 @pytest.mark.parametrize("name", sorted(OF_LIGHTNING | OF_TRANSFORMERS))
 def test_the_configuration_knows_each_keyword_in_the_tables_of_other_frameworks(name: str):
     assert name in SETTINGS | PARAMETERS | OF_CONFIG.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("ddp", "or `pulsetrain train --launch.nproc N`"),
+        ("ddp_spawn", "or `pulsetrain train --launch.nproc N`"),
+        ("auto", "leave it out"),
+        ("single_device", "leave it out"),
+        ("fsdp", "pass backend=TorchBackend(topology=Topology(shard=N))"),
+        ("deepspeed_stage_2", "pass backend=TorchBackend(topology=Topology(shard=N))"),
+        ("model_parallel", "pass backend=TorchBackend(topology=Topology(tensor=N))"),
+        ("reward_modl", "did you mean 'reward_model'?"),
+    ],
+)
+def test_a_strategy_of_lightning_is_answered_with_how_to_use_several_processes(name: str, remedy: str):
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(tiny_model(), tiny_loader(), strategy=name)
+    assert str(caught.value).startswith(f"Trainer(strategy='{name}'): ")
+    assert remedy in str(caught.value)
+    assert ("optimised" in str(caught.value)) == ("did you mean" not in str(caught.value))
 
 
 @pytest.mark.parametrize("arguments", [{"optimizer": "AdamW"}, {"config": TrainingConfig(optimizer="AdamW")}])
