@@ -122,8 +122,8 @@ def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | 
         has_rollouts = engine.state.rollout_round or _fires_rollouts(engine)
         if not is_validation or (has_rollouts and not _is_of(metric, metrics)):
             return None
-        sets: Iterable[str] | None = attribute(engine, "val_loaders", object)
-        name = next(iter(sets or ()), "val")  # of the first set
+        sets: Iterable[str] = engine.val_loaders if is_training_run(engine) else ()
+        name = next(iter(sets), "val")  # of the first set
         if sets and (metric_of_data := _on_training_data(metric)) and not _is_of(metric, metrics):
             raise error.with_text(
                 f"{place}({metric=}): only metrics of validations are judged; there are: {', '.join(metrics)}; to "
