@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from pulsetrain import Trainer, TrainingConfig
+from pulsetrain import Trainer, TrainingConfig, handlers
+from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.engine import ConfigurationError
+from pulsetrain.engine.argument_checks import remedies_of
 from pulsetrain.familiar_names import OF_CONFIG, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
 
@@ -87,6 +89,53 @@ def test_each_remedy_names_what_exists(kind: type, names: dict[str, str]):
         of_trainer = inner is None and kind is Trainer
         for keyword in re.findall(r"\b(\w+)=", without_inner_calls if inner is None else inner[1]):
             assert keyword in (PARAMETERS if of_trainer else SETTINGS), (name, remedy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keyword", "remedy"),
+    [
+        (handlers.EarlyStopping, "monitor", "pass metric='val/loss'"),
+        (handlers.EarlyStopping, "verbose", "leave it out"),
+        (handlers.EarlyStopping, "restore_best_weights", "add the handler BestModel('val/loss', restore=True)"),
+        (handlers.EarlyStopping, "check_finite", "leave it out, and add the handler NaNGuard()"),
+        (handlers.BestModel, "load_best_model_at_end", "pass restore=True"),
+        (handlers.Checkpointer, "monitor", "pass metric='val/loss'"),
+        (handlers.Checkpointer, "dirpath", "pass folder=..."),
+        (handlers.Checkpointer, "filename", "pass name=..."),
+        (handlers.Checkpointer, "save_top_k", "pass keep_best=..., with metric='val/loss'"),
+        (handlers.Checkpointer, "save_total_limit", "pass keep_last=..."),
+        (handlers.Checkpointer, "every_n_epochs", "pass every=Every(epochs=1)"),
+        (handlers.CSVLogger, "save_dir", "pass folder=..."),
+        (handlers.LRMonitor, "log_momentum", "pass momentum=True"),
+        (handlers.ReduceLROnPlateau, "min_delta", "pass threshold=..., threshold_mode='abs'"),
+        (handlers.TimeLimit, "duration", "pass seconds='2h'"),
+    ],
+)
+def test_a_keyword_of_a_handler(kind: type, keyword: str, remedy: str):
+    with pytest.raises(TypeError) as caught:
+        kind(**{keyword: 1})
+    assert str(caught.value) == f"{kind.__name__}({keyword}=1): is not an argument; {remedy}"
+
+
+def test_a_handler_whose_every_is_a_number_is_not_given_an_every():
+    with pytest.raises(TypeError, match=r"^EventRecorder\(every_n_epochs=1\): is not an argument$"):
+        handlers.EventRecorder("unused", every_n_epochs=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", sorted(set(handlers.__all__) - {"Callback"}))
+def test_each_remedy_names_a_parameter_that_the_handler_has(name: str):
+    kind = getattr(handlers, name)
+    parameters = inspect.signature(kind).parameters
+    for keyword, remedy in remedies_of(kind).items():
+        without_calls = re.sub(r"\b\w+\([^()]*\)", "", remedy)
+        assert parameters.keys() >= set(re.findall(r"\b(\w+)=", without_calls)), (keyword, remedy)
+        assert keyword not in parameters
+
+
+def test_a_configuration_answers_keywords_of_handlers_too():
+    rule = r"handlers\[0\]\.init_args\.monitor: unknown argument of EarlyStopping; pass metric='val/loss'$"
+    with pytest.raises(ConfigurationError, match=rule):
+        instantiate({"class_path": handlers.EarlyStopping, "init_args": {"monitor": "val_loss"}}, "handlers[0]")
 
 
 def names_in(page: str, header: str) -> set[str]:
