@@ -9,6 +9,7 @@ from pulsetrain.engine.argument_checks import answer_unknown_keywords
 
 __all__ = [
     "OF_CONFIG",
+    "OF_TRAIN",
     "OF_TRAINER",
     "SETTINGS",
     "how_to_distribute",
@@ -101,6 +102,25 @@ OF_TRAINER = {
     },
 }  # fmt: skip
 """What to write in place of a keyword that Trainer does not have."""
+
+OF_TRAIN = {
+    **{
+        name: f"when making the Trainer, {remedy}" if remedy.startswith("pass ") else remedy
+        for name, remedy in OF_TRAINER.items()
+    },
+    **{
+        name: f"when making the Trainer, pass {name}=..."
+        for name in (
+            "model", "train_loader", "val_loader", "strategy", "optimizer", "backend", "config", "metrics", "handlers",
+            "callbacks",
+        )
+    },
+    **_all(
+        "pass resume='latest', or the path of a checkpoint",
+        "ckpt_path", "resume_from_checkpoint", "resume_from", "checkpoint", "initial_epoch",
+    ),
+}  # fmt: skip
+"""What to write in place of a keyword that Trainer.train does not have."""
 
 _SEVERAL_PROCESSES = "start several processes with torchrun or `pulsetrain train --launch.nproc N`"
 _WITH_TOPOLOGY = f"leave it out, {_SEVERAL_PROCESSES}, and pass backend=TorchBackend(topology=Topology({{}}))"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pulsetrain import Trainer, TrainingConfig, handlers
+from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig, handlers
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.engine import ConfigurationError
 from pulsetrain.engine.argument_checks import remedies_of
-from pulsetrain.familiar_names import OF_CONFIG, OF_TRAINER
+from pulsetrain.familiar_names import OF_CONFIG, OF_TRAIN, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,6 +42,47 @@ def test_a_keyword_of_the_trainer(keyword: str, remedy: str):
         Trainer(tiny_model(), tiny_loader(), **arguments)
     assert str(caught.value).startswith(f"Trainer({keyword}=1): is not an argument; ")
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [
+        ("epochs", "when making the Trainer, pass config=TrainingConfig(max_epochs=...)"),
+        ("max_epochs", "when making the Trainer, pass config=TrainingConfig(max_epochs=...)"),
+        ("ckpt_path", "pass resume='latest', or the path of a checkpoint"),
+        ("val_loader", "when making the Trainer, pass val_loader=..."),
+        ("resum", "did you mean 'resume'?"),
+    ],
+)
+def test_a_keyword_of_train(keyword: str, remedy: str):
+    trainer = Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(progress=False))
+    with pytest.raises(TypeError) as caught:
+        trainer.train(**{keyword: 1})  # type: ignore[arg-type]
+    assert str(caught.value) == f"Trainer.train({keyword}=1): is not an argument; {remedy}"
+    assert [*inspect.signature(trainer.train).parameters] == ["resume", "wait"]
+
+
+def test_each_remedy_of_train_names_a_parameter_of_the_trainer():
+    for name, remedy in OF_TRAIN.items():
+        passed = re.match(r"when making the Trainer, pass (\w+)=", remedy)
+        assert passed is None or passed[1] in PARAMETERS, (name, remedy)
+
+
+def test_a_missing_argument_of_a_method_names_the_trainer():
+    trainer = Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(progress=False))
+    for method in (trainer.test, trainer.predict):
+        with pytest.raises(TypeError, match=rf"^Trainer\.{method.__name__}\(\) missing .*: 'loader'$"):
+            method()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [("loss_fn", "pass loss=..."), ("criterion", "pass loss=..."), ("los", "did you mean 'loss'?")],
+)
+def test_a_keyword_of_the_strategy(keyword: str, remedy: str):
+    with pytest.raises(TypeError) as caught:
+        SupervisedStrategy(**{keyword: "mse"})  # type: ignore[arg-type]
+    assert str(caught.value) == f"SupervisedStrategy({keyword}='mse'): is not an argument; {remedy}"
 
 
 @pytest.mark.parametrize(
