@@ -135,8 +135,8 @@ class Attachment:
 class Handler:
     """Base class of handlers that are attached to one engine or bus at a time.
 
-    A keyword that a handler's __init__ does not have is answered with the nearest that it has, or if it is another
-    framework's, with what to write in place of it.
+    A keyword that a handler's __init__ does not have is answered with the nearest that it has; a name from another
+    framework, with what to write in place of it.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
