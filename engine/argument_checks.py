@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, Final, NoReturn, TypeGuard, TypeVar, cast
 
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, did_you_mean, shortened, unknown_name
 from pulsetrain.engine.notebook import shorten_traceback
 
 __all__ = [
     "answer_unknown_keywords",
+    "answers_unknown_keywords",
     "check_bool",
     "check_choice",
     "check_number",
@@ -23,7 +24,12 @@ __all__ = [
     "check_whole_number",
     "is_number",
     "is_whole",
+    "remedies_of",
 ]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_REMEDIES: Final = "remedies"  # the attribute of a class's __init__
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -157,21 +163,80 @@ def answer_unknown_keywords(kind: type, remedies: Mapping[str, str] = MappingPro
     Raises, when an object is made: ArgumentTypeError.
     """
     make: Callable[..., None] = vars(kind)["__init__"]
-    parameters = inspect.signature(make).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+    known = _accepted(make)
+    if known is None:
         return
-    known = list(parameters)[1:]
 
     @wraps(make)
     def __init__(self: object, *args: Any, **keywords: Any) -> None:  # noqa: N807
         try:
-            for name, value in keywords.items():
-                if name not in known:
-                    remedy = f"; {remedies[name]}" if name in remedies else did_you_mean(name, known)
-                    raise ArgumentTypeError(f"is not an argument{remedy}", kind.__name__, **{name: value})
+            if not keywords.keys() <= known:
+                inherits = type(self).__init__ is __init__
+                _refuse_unknown((type(self) if inherits else kind).__name__, keywords, known, remedies)
             make(self, *args, **keywords)
         except Exception as error:
             shorten_traceback(error)
             raise
 
+    setattr(__init__, _REMEDIES, remedies)
     setattr(kind, "__init__", __init__)  # noqa: B010  # type checkers know the signature of the class
+
+
+def remedies_of(kind: object) -> Mapping[str, str]:
+    """The remedies for unknown keywords of a class, by keyword; none for any other object."""
+    remedies: Mapping[str, str] = getattr(getattr(kind, "__init__", None), _REMEDIES, {})
+    return remedies
+
+
+def answers_unknown_keywords(
+    place: Callable[[Any], str], remedies: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Method], Method]:
+    """Let a method answer a keyword that it does not have with the nearest one, or with a remedy.
+
+    >>> class Pen:
+    ...     @answers_unknown_keywords(lambda pen: f"{type(pen).__name__}.draw", {"paint": "pass color=..."})
+    ...     def draw(self, color="black"): ...
+    >>> Pen().draw(paint="red")
+    Traceback (most recent call last):
+    ...
+    pulsetrain.engine.errors.ArgumentTypeError: Pen.draw(paint='red'): is not an argument; pass color=...
+
+    Args:
+        place: the name of the method of an object, for the message.
+        remedies: keyword -> what to write in place of it.
+
+    Raises, when the method is called: ArgumentTypeError.
+    """
+
+    def decorate(method: Method) -> Method:
+        known = _accepted(method) or frozenset()
+
+        @wraps(method)
+        def answer(self: Any, *args: Any, **keywords: Any) -> Any:  # what the method returns
+            if not keywords.keys() <= known:
+                try:
+                    _refuse_unknown(place(self), keywords, known, remedies)
+                except ArgumentTypeError as error:
+                    shorten_traceback(error)
+                    raise
+            return method(self, *args, **keywords)
+
+        return cast(Method, answer)
+
+    return decorate
+
+
+def _accepted(function: Callable[..., object]) -> frozenset[str] | None:
+    """The names of the parameters after the first; None if it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return None
+    return frozenset(list(parameters)[1:])
+
+
+def _refuse_unknown(
+    place: str, keywords: Mapping[str, object], known: frozenset[str], remedies: Mapping[str, str]
+) -> NoReturn:
+    name = next(name for name in keywords if name not in known)
+    remedy = f"; {remedies[name]}" if name in remedies else did_you_mean(name, known)
+    raise ArgumentTypeError(f"is not an argument{remedy}", place, **{name: keywords[name]})

@@ -7,7 +7,16 @@ from typing import TypeVar
 
 from pulsetrain.engine.argument_checks import answer_unknown_keywords
 
-__all__ = ["OF_CONFIG", "OF_TRAINER", "SETTINGS", "familiar_setting", "knows_familiar_names", "missing_attribute"]
+__all__ = [
+    "OF_CONFIG",
+    "OF_TRAIN",
+    "OF_TRAINER",
+    "SETTINGS",
+    "familiar_setting",
+    "how_to_distribute",
+    "knows_familiar_names",
+    "missing_attribute",
+]
 
 T = TypeVar("T")
 
@@ -83,7 +92,7 @@ OF_TRAINER = {
     **_all("pass metrics={'accuracy': Accuracy()}", "compute_metrics"),
     **_all("give them to the loss of the strategy, as torch.nn.CrossEntropyLoss(weight=...)", "class_weight"),
     **_all("return it in the batch, and read it in a strategy of your own", "sample_weight"),
-    **_all("call train(resume='latest')", "initial_epoch"),
+    **_all("call train(resume='latest')", "initial_epoch", "resume"),
     **_all("pass config=TrainingConfig(...)", "args", "training_args", "hparams"),
     **{
         name: f"pass config=TrainingConfig({name}=...)"
@@ -94,6 +103,33 @@ OF_TRAINER = {
     },
 }  # fmt: skip
 """What to write in place of a keyword that Trainer does not have."""
+
+OF_TRAIN = {
+    **{
+        name: f"when making the Trainer, {remedy}" if remedy.startswith("pass ") else remedy
+        for name, remedy in OF_TRAINER.items()
+    },
+    **{
+        name: f"when making the Trainer, pass {name}=..."
+        for name in (
+            "model", "train_loader", "val_loader", "strategy", "optimizer", "backend", "config", "metrics", "handlers",
+            "callbacks",
+        )
+    },
+    **_all(
+        "pass resume='latest', or the path of a checkpoint",
+        "ckpt_path", "resume_from_checkpoint", "resume_from", "checkpoint", "initial_epoch",
+    ),
+}  # fmt: skip
+"""What to write in place of a keyword that Trainer.train does not have."""
+
+_SEVERAL_PROCESSES = "start several processes with torchrun or `pulsetrain train --launch.nproc N`"
+_WITH_TOPOLOGY = f"leave it out, {_SEVERAL_PROCESSES}, and pass backend=TorchBackend(topology=Topology({{}}))"
+_DISTRIBUTED = {
+    **_all(f"leave it out, and {_SEVERAL_PROCESSES}", "auto", "single", "ddp", "dp", "horovod", "xla"),
+    **_all(_WITH_TOPOLOGY.format("shard=N"), "fsdp", "fsdp2", "deepspeed"),
+    **_all(_WITH_TOPOLOGY.format("tensor=N"), "model_parallel"),
+}
 
 _ATTRIBUTES = {
     **_all("call train()", "fit", "run_training"),
@@ -142,6 +178,16 @@ def familiar_setting(name: str) -> str | None:
     """
     setting = SETTINGS.get(name.removeprefix("training."))
     return None if setting is None else f"training.{setting.partition('=')[0]}"
+
+
+def how_to_distribute(strategy: str) -> str | None:
+    """What to do in place of passing another framework's name for the use of devices; None for any other name.
+
+    >>> how_to_distribute("ddp_spawn")
+    'leave it out, and start several processes with torchrun or `pulsetrain train --launch.nproc N`'
+    """
+    name = strategy.lower()
+    return _DISTRIBUTED.get(name) or _DISTRIBUTED.get(name.partition("_")[0])  # ddp_spawn, deepspeed_stage_2
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, EventBus, Events
-from pulsetrain.engine.argument_checks import check_type
+from pulsetrain.engine.argument_checks import answers_unknown_keywords, check_type
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.module_view import reading_once
 from pulsetrain.engine.backends.torch import TorchBackend
@@ -37,7 +37,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
-from pulsetrain.familiar_names import OF_TRAINER, knows_familiar_names
+from pulsetrain.familiar_names import OF_TRAIN, OF_TRAINER, knows_familiar_names
 from pulsetrain.handlers import Callback, CallbackList
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
@@ -266,6 +266,7 @@ class Trainer(EvaluatedRun):
         """The variables of a hand-written loop that keep state; a Trainer has none."""
         return {}
 
+    @answers_unknown_keywords(lambda trainer: f"{type(trainer).__name__}.train", OF_TRAIN)
     def train(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> dict[str, list[float]]:
         """Train to the configured bound.
 

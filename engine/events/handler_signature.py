@@ -30,11 +30,18 @@ class HandlerSignature:
     field: str | None = None  # a field of the payload
     by_keyword: bool = False  # the field is passed by its name, after the handler's own arguments
 
-    def describe(self) -> str:
-        """The form of the call, for messages."""
-        parts = ["engine"] * self.engine + ["event"] * self.event + ["*args"]
-        if self.field is not None:
-            parts.insert(len(parts) if self.by_keyword else -1, f"{self.field}=..." if self.by_keyword else self.field)
+    def describe(self, *, own: bool = True) -> str:
+        """The form of the call, for messages.
+
+        Args:
+            own: whether the handler has arguments of its own.
+        """
+        parts = ["engine"] * self.engine + ["event"] * self.event
+        if self.field is not None and not self.by_keyword:
+            parts.append(self.field)
+        parts += ["*args"] * own
+        if self.field is not None and self.by_keyword:
+            parts.append(f"{self.field}=...")
         return f"({', '.join(parts)})"
 
     def fits(self, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
@@ -113,9 +120,10 @@ def bind(
     ]
     engine_fits = not required or required[0]
     asks_for_event = len(required) >= 2 and [*signature.parameters][1] == "event" and required[1]
-    if asks_for_event and engine_fits and "event" not in kwargs and not WITH_EVENT.fits(signature, args, kwargs):
+    gets_event = asks_for_event and engine_fits and "event" not in kwargs
+    reason = WITH_EVENT.fits(signature, args, kwargs) if gets_event else ""
+    if gets_event and not reason:
         return WITH_EVENT
-    reason = ""
     for form in forms:
         if form.engine and not engine_fits:
             continue
@@ -123,9 +131,11 @@ def bind(
         if not misfit:
             return form
         reason = reason or misfit  # of the first form, which most handlers have
+    hint = "" if gets_event else "; to get the event's record, name the second parameter `event`"
+    name = getattr(handler, "__name__", repr(handler))
+    called = " or ".join(form.describe(own=bool(args or kwargs)) for form in ((WITH_EVENT,) if gets_event else forms))
+    given = (f", args={args}" if args else "") + (f", kwargs={kwargs}" if kwargs else "")
     raise ValueError(
-        f"Error adding {handler!r} 'handler' to {event}: takes parameters {list(signature.parameters)} but will be "
-        f"called with {' or '.join(form.describe() for form in forms)}, args={args}, kwargs={kwargs} "
-        f"({reason}); change the handler's parameters or the arguments given with it; to get the event's record, name "
-        "the second parameter `event`"
+        f"Error adding {name} 'handler' to {event}: takes parameters {list(signature.parameters)} but will be "
+        f"called with {called}{given} ({reason}); change the handler's parameters or the arguments given with it{hint}"
     )

@@ -17,6 +17,7 @@ from ignite.engine.events import EventEnum as IgniteEventEnum
 from ignite.engine.events import Events as IgniteEvents
 from ignite.engine.events import EventsList as IgniteEventsList
 
+from pulsetrain.engine.argument_checks import answers_unknown_keywords
 from pulsetrain.engine.errors import did_you_mean
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.events.filters import EventFilter, Filter, build_filter
@@ -76,6 +77,7 @@ class EventType(IgniteEvent, Generic[Payload]):
     key: str
     payload_type: type | None
 
+    @answers_unknown_keywords(repr)
     def __call__(
         self,
         event_filter: Filter | None = None,

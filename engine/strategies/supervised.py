@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor, nn
 
+from pulsetrain.engine.argument_checks import answer_unknown_keywords
 from pulsetrain.engine.arrays import Array, at_least_float32, is_array, require_tensor
 from pulsetrain.engine.errors import ArgumentTypeError, nearest, raised_by
 from pulsetrain.engine.logs import get_logger
@@ -227,6 +228,17 @@ class SupervisedStrategy:
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Tensor]:
         """No metrics besides the loss."""
         return {}
+
+
+answer_unknown_keywords(
+    SupervisedStrategy,
+    {
+        **dict.fromkeys(("loss_fn", "criterion", "loss_function", "objective"), "pass loss=..."),
+        **dict.fromkeys(("labels", "label_key", "target_key"), "pass target=..."),
+        **dict.fromkeys(("label_smoothing", "ignore_index"), "pass loss_options={...}"),
+        **dict.fromkeys(("weight", "class_weight"), "pass loss=torch.nn.CrossEntropyLoss(weight=...)"),
+    },
+)
 
 
 def _as_argument(name: str, value: object) -> tuple[str, object]:

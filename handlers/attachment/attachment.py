@@ -15,6 +15,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList, EventType
 from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Order, Phase, Subscription
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.attachment.familiar_names import remedies_for
 
 __all__ = ["AnyEvent", "Attachment", "Handler", "subscribe_first", "subscribe_last"]
 
@@ -134,13 +135,14 @@ class Attachment:
 class Handler:
     """Base class of handlers that are attached to one engine or bus at a time.
 
-    A keyword that a handler's __init__ does not have is answered with the nearest that it has.
+    A keyword that a handler's __init__ does not have is answered with the nearest that it has; a name from another
+    framework, with what to write in place of it.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            answer_unknown_keywords(cls)
+            answer_unknown_keywords(cls, remedies_for(cls))
 
     @cached_property
     def _attachment(self) -> Attachment:

@@ -122,8 +122,17 @@ def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | 
         has_rollouts = engine.state.rollout_round or _fires_rollouts(engine)
         if not is_validation or (has_rollouts and not _is_of(metric, metrics)):
             return None
+        sets: Iterable[str] = engine.val_loaders if is_training_run(engine) else ()
+        name = next(iter(sets), "val")  # of the first set
+        if sets and (metric_of_data := _on_training_data(metric)) and not _is_of(metric, metrics):
+            raise error.with_text(
+                f"{place}({metric=}): only metrics of validations are judged; there are: {', '.join(metrics)}; to "
+                f"judge the training data, pass it as another validation set, val_loader={{'{name}': ..., "
+                f"'train-eval': train_loader}}, and name '{metric_of_data}'; or call trainer.log('{name}/...', value), "
+                "and name that"
+            ) from None
         if metric in engine.state.metrics:  # of `Trainer.log`
-            text = f"{error}; a logged value is judged with each validation if it is logged as 'val/{metric}'"
+            text = f"{error}; a logged value is judged with each validation if it is logged as '{name}/{metric}'"
             raise error.with_text(text) from None
         raise
 
@@ -155,8 +164,13 @@ def subscribe_judge(
     validates = val_loaders or val_loaders is None  # an engine without such an attribute may validate in its own way
     has_rollouts = _fires_rollouts(engine)
     if not validates and (not has_rollouts or _is_of(metric, ("val/",))):
-        remedy = "; name a metric of its rollouts, such as 'rollout/return'" if has_rollouts else ""
-        rule = f"waits for a validation, and the Trainer has no val_loader{remedy}"
+        if has_rollouts:
+            remedy = "name a metric of its rollouts, such as 'rollout/return'"
+        elif metric_of_data := _on_training_data(metric):
+            remedy = f"pass val_loader={{'train-eval': train_loader}}, and name '{metric_of_data}'"
+        else:
+            remedy = "pass val_loader=..., for which the training data will do"
+        rule = f"waits for a validation, and the Trainer has no val_loader; {remedy}"
         raise ConfigurationError(rule, place, metric=metric)
     for event in METRIC_EVENTS:
         subscribe(event, judge, phase=phase)
@@ -174,6 +188,15 @@ def warn_if_never_reported(place: str, metric: str, engine: Engine) -> None:
 
 def _fires_rollouts(engine: Engine) -> bool:
     return bool(getattr(attribute(engine, "train_loader", object), "fires_rollouts", False))
+
+
+def _on_training_data(metric: str) -> str | None:
+    """The name of a metric of training where a validation set 'train-eval' reports it; None for any other metric.
+
+    >>> _on_training_data("train/loss"), _on_training_data("val/loss")
+    ('train-eval/loss', None)
+    """
+    return f"train-eval/{metric[len('train/') :]}" if _is_of(metric, ("train/",)) else None
 
 
 def _is_of(metric: str, names: Iterable[str]) -> bool:

@@ -22,8 +22,8 @@ import jsonargparse
 
 from pulsetrain.configuration.class_paths import Factory, find, outdated_import
 from pulsetrain.configuration.messages import as_yaml, entry, unknown
+from pulsetrain.engine.argument_checks import remedies_of
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
-from pulsetrain.familiar_names import OF_CONFIG
 
 __all__ = ["checked_arguments", "instantiate", "named_parameters", "signature_parser", "spec_of"]
 
@@ -132,8 +132,8 @@ def checked_arguments(
     arguments: dict[str, object] = {}
     for key, value in init_args.items():
         if key not in accepted and not takes_any:
-            if name == "TrainingConfig" and key in OF_CONFIG:
-                raise ConfigurationError(f"{settings}.{key}: unknown argument of {name}; {OF_CONFIG[key]}")
+            if remedy := remedies_of(factory).get(key):
+                raise ConfigurationError(f"{settings}.{key}: unknown argument of {name}; {remedy}")
             raise unknown(f"{settings}.{key}", f"argument of {name}", key, accepted)
         arguments[key] = _nested(value, hints.get(key, Any), f"{settings}.{key}")
     for key, value in given.items():

@@ -24,6 +24,7 @@ from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
+from pulsetrain.familiar_names import how_to_distribute
 from pulsetrain.handlers import (
     Alert,
     BestModel,
@@ -189,6 +190,9 @@ def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional me
     if isinstance(strategy, str):
         if strategy not in STRATEGIES and _names_a_loss(strategy):
             rule = f"is a loss; pass strategy=SupervisedStrategy({strategy!r})"
+            raise ConfigurationError(rule, "Trainer", strategy=strategy)
+        if strategy not in STRATEGIES and (remedy := how_to_distribute(strategy)):
+            rule = f"strategy is what is optimised, not how devices share the work; {remedy}"
             raise ConfigurationError(rule, "Trainer", strategy=strategy)
         check_choice("Trainer", "strategy", strategy, STRATEGIES)
         return STRATEGIES[strategy]()

@@ -142,3 +142,7 @@ class EvaluatedRun(RunView):
         )
         (checked,) = named_loaders({name: loader}).values()
         return self.evaluation.run(name, checked)
+
+
+for _method in (EvaluatedRun.validate, EvaluatedRun.test, EvaluatedRun.predict, EvaluatedRun.log):
+    _method.__qualname__ = f"Trainer.{_method.__name__}"  # which Python's errors about their arguments name

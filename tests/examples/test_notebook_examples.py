@@ -44,10 +44,10 @@ def test_a_notebook_has_a_title_and_no_outputs(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_starts_with_the_command_that_installs_what_it_imports(path: Path) -> None:
     first, *cells = nbformat.read(path, as_version=4).cells
-    command = re.search(r"`pip install (pulsetrain jupyterlab.*)`", first.source)
+    command = re.search(r"in the checkout of Pulsetrain, `pip install \. (jupyterlab.*)`", first.source)
     assert command is not None
     required = [each for each in requires("pulsetrain") or [] if "extra ==" not in each]
-    installed = {*command[1].split(), *(re.split(r"[^\w-]", each)[0] for each in required)}
+    installed = {"pulsetrain", *command[1].split(), *(re.split(r"[^\w-]", each)[0] for each in required)}
     code = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
     imported = {each.module for each in ast.walk(code) if isinstance(each, ast.ImportFrom) and each.module}
     imported |= {name.name for each in ast.walk(code) if isinstance(each, ast.Import) for name in each.names}

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from pulsetrain import Trainer, TrainingConfig
+from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig, handlers
+from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.engine import ConfigurationError
-from pulsetrain.familiar_names import OF_CONFIG, OF_TRAINER
+from pulsetrain.engine.argument_checks import remedies_of
+from pulsetrain.familiar_names import OF_CONFIG, OF_TRAIN, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,6 +32,7 @@ SETTINGS = set(inspect.signature(TrainingConfig).parameters)
         ("devices", "start processes with torchrun or `pulsetrain train --launch.nproc N`"),
         ("save_steps", "use the handler Checkpointer(folder, every=..., keep_last=...)"),
         ("val_dataloaders", "pass val_loader=..."),
+        ("resume", "call train(resume='latest')"),
         ("val_loadr", "did you mean 'val_loader'?"),
     ],
 )
@@ -39,6 +42,47 @@ def test_a_keyword_of_the_trainer(keyword: str, remedy: str):
         Trainer(tiny_model(), tiny_loader(), **arguments)
     assert str(caught.value).startswith(f"Trainer({keyword}=1): is not an argument; ")
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [
+        ("epochs", "when making the Trainer, pass config=TrainingConfig(max_epochs=...)"),
+        ("max_epochs", "when making the Trainer, pass config=TrainingConfig(max_epochs=...)"),
+        ("ckpt_path", "pass resume='latest', or the path of a checkpoint"),
+        ("val_loader", "when making the Trainer, pass val_loader=..."),
+        ("resum", "did you mean 'resume'?"),
+    ],
+)
+def test_a_keyword_of_train(keyword: str, remedy: str):
+    trainer = Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(progress=False))
+    with pytest.raises(TypeError) as caught:
+        trainer.train(**{keyword: 1})  # type: ignore[arg-type]
+    assert str(caught.value) == f"Trainer.train({keyword}=1): is not an argument; {remedy}"
+    assert [*inspect.signature(trainer.train).parameters] == ["resume", "wait"]
+
+
+def test_each_remedy_of_train_names_a_parameter_of_the_trainer():
+    for name, remedy in OF_TRAIN.items():
+        passed = re.match(r"when making the Trainer, pass (\w+)=", remedy)
+        assert passed is None or passed[1] in PARAMETERS, (name, remedy)
+
+
+def test_a_missing_argument_of_a_method_names_the_trainer():
+    trainer = Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(progress=False))
+    for method in (trainer.test, trainer.predict):
+        with pytest.raises(TypeError, match=rf"^Trainer\.{method.__name__}\(\) missing .*: 'loader'$"):
+            method()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [("loss_fn", "pass loss=..."), ("criterion", "pass loss=..."), ("los", "did you mean 'loss'?")],
+)
+def test_a_keyword_of_the_strategy(keyword: str, remedy: str):
+    with pytest.raises(TypeError) as caught:
+        SupervisedStrategy(**{keyword: "mse"})  # type: ignore[arg-type]
+    assert str(caught.value) == f"SupervisedStrategy({keyword}='mse'): is not an argument; {remedy}"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +132,53 @@ def test_each_remedy_names_what_exists(kind: type, names: dict[str, str]):
             assert keyword in (PARAMETERS if of_trainer else SETTINGS), (name, remedy)
 
 
+@pytest.mark.parametrize(
+    ("kind", "keyword", "remedy"),
+    [
+        (handlers.EarlyStopping, "monitor", "pass metric='val/loss'"),
+        (handlers.EarlyStopping, "verbose", "leave it out"),
+        (handlers.EarlyStopping, "restore_best_weights", "add the handler BestModel('val/loss', restore=True)"),
+        (handlers.EarlyStopping, "check_finite", "leave it out, and add the handler NaNGuard()"),
+        (handlers.BestModel, "load_best_model_at_end", "pass restore=True"),
+        (handlers.Checkpointer, "monitor", "pass metric='val/loss'"),
+        (handlers.Checkpointer, "dirpath", "pass folder=..."),
+        (handlers.Checkpointer, "filename", "pass name=..."),
+        (handlers.Checkpointer, "save_top_k", "pass keep_best=..., with metric='val/loss'"),
+        (handlers.Checkpointer, "save_total_limit", "pass keep_last=..."),
+        (handlers.Checkpointer, "every_n_epochs", "pass every=Every(epochs=1)"),
+        (handlers.CSVLogger, "save_dir", "pass folder=..."),
+        (handlers.LRMonitor, "log_momentum", "pass momentum=True"),
+        (handlers.ReduceLROnPlateau, "min_delta", "pass threshold=..., threshold_mode='abs'"),
+        (handlers.TimeLimit, "duration", "pass seconds='2h'"),
+    ],
+)
+def test_a_keyword_of_a_handler(kind: type, keyword: str, remedy: str):
+    with pytest.raises(TypeError) as caught:
+        kind(**{keyword: 1})
+    assert str(caught.value) == f"{kind.__name__}({keyword}=1): is not an argument; {remedy}"
+
+
+def test_a_handler_whose_every_is_a_number_is_not_given_an_every():
+    with pytest.raises(TypeError, match=r"^EventRecorder\(every_n_epochs=1\): is not an argument$"):
+        handlers.EventRecorder("unused", every_n_epochs=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", sorted(set(handlers.__all__) - {"Callback"}))
+def test_each_remedy_names_a_parameter_that_the_handler_has(name: str):
+    kind = getattr(handlers, name)
+    parameters = inspect.signature(kind).parameters
+    for keyword, remedy in remedies_of(kind).items():
+        without_calls = re.sub(r"\b\w+\([^()]*\)", "", remedy)
+        assert parameters.keys() >= set(re.findall(r"\b(\w+)=", without_calls)), (keyword, remedy)
+        assert keyword not in parameters
+
+
+def test_a_configuration_answers_keywords_of_handlers_too():
+    rule = r"handlers\[0\]\.init_args\.monitor: unknown argument of EarlyStopping; pass metric='val/loss'$"
+    with pytest.raises(ConfigurationError, match=rule):
+        instantiate({"class_path": handlers.EarlyStopping, "init_args": {"monitor": "val_loss"}}, "handlers[0]")
+
+
 def names_in(page: str, header: str) -> set[str]:
     """The keywords in the first column of a table of docs/coming_from_PAGE.md."""
     table = (DOCS / f"coming_from_{page}.md").read_text().partition(f"\n| {header} |")[2].partition("\n\n")[0]
@@ -115,6 +206,27 @@ def test_the_trainer_knows_each_keyword_in_the_tables_of_other_frameworks(name: 
 @pytest.mark.parametrize("name", sorted(OF_LIGHTNING | OF_TRANSFORMERS))
 def test_the_configuration_knows_each_keyword_in_the_tables_of_other_frameworks(name: str):
     assert name in SETTINGS | PARAMETERS | OF_CONFIG.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("ddp", "or `pulsetrain train --launch.nproc N`"),
+        ("ddp_spawn", "or `pulsetrain train --launch.nproc N`"),
+        ("auto", "leave it out"),
+        ("single_device", "leave it out"),
+        ("fsdp", "pass backend=TorchBackend(topology=Topology(shard=N))"),
+        ("deepspeed_stage_2", "pass backend=TorchBackend(topology=Topology(shard=N))"),
+        ("model_parallel", "pass backend=TorchBackend(topology=Topology(tensor=N))"),
+        ("reward_modl", "did you mean 'reward_model'?"),
+    ],
+)
+def test_a_strategy_of_lightning_is_answered_with_how_to_use_several_processes(name: str, remedy: str):
+    with pytest.raises(ConfigurationError) as caught:
+        Trainer(tiny_model(), tiny_loader(), strategy=name)
+    assert str(caught.value).startswith(f"Trainer(strategy='{name}'): ")
+    assert remedy in str(caught.value)
+    assert ("optimised" in str(caught.value)) == ("did you mean" not in str(caught.value))
 
 
 @pytest.mark.parametrize("arguments", [{"optimizer": "AdamW"}, {"config": TrainingConfig(optimizer="AdamW")}])

@@ -235,6 +235,11 @@ def test_a_bad_filter_is_a_value_error_that_names_argument_and_value(arguments, 
         assert word in str(caught.value)
 
 
+def test_a_misspelt_keyword_of_an_event_is_answered_with_the_nearest():
+    with pytest.raises(TypeError, match=r"^Events\.EPOCH_COMPLETED\(evry=2\): is not .*; did you mean 'every'\?$"):
+        Events.EPOCH_COMPLETED(evry=2)  # type: ignore[call-arg]
+
+
 def test_an_event_filter_that_is_not_a_callable_is_a_type_error():
     with pytest.raises(TypeError, match="event_filter=3"):
         Events.ITERATION_COMPLETED(event_filter=3)

@@ -260,6 +260,25 @@ def test_what_is_missing_is_the_parameter_after_the_engine(engine):
         engine.add_event_handler(Events.STARTED, lambda engine, batch: None)
 
 
+def test_a_handler_with_an_event_and_one_parameter_more_names_that_parameter(engine):
+    def report(engine, event, loss): ...
+
+    with pytest.raises(ValueError, match=r"^Error adding report 'handler' to") as caught:
+        engine.add_event_handler(Events.STARTED, report)
+    assert str(caught.value).endswith(
+        "takes parameters ['engine', 'event', 'loss'] but will be called with (engine, event) (missing a required "
+        "argument: 'loss'); change the handler's parameters or the arguments given with it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "called"), [((), r"\(engine\) or \(\) \("), ((1, 2), r"\(engine, \*args\) or .*, args=\(1, 2\) \(")]
+)
+def test_what_a_handler_is_called_with_is_listed_where_there_is_any(engine, args, called):
+    with pytest.raises(ValueError, match=rf"called with {called}.*; to get the event's record, name the second"):
+        engine.add_event_handler(Events.STARTED, lambda engine, *, key: None, *args)
+
+
 def test_a_misspelt_name_of_an_event_is_corrected(engine):
     with pytest.raises(ValueError, match=r"did you mean Events.EPOCH_COMPLETED\?"):
         engine.add_event_handler("epoch_complete", print)

@@ -198,7 +198,7 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
 
 
 def test_a_logged_value_without_the_name_of_a_validation_set_says_how_it_is_judged():
-    run = trainer(val_loader=loader(), handlers=[EarlyStopping("mine", mode="max")])
+    run = trainer(val_loader={"held-out": loader()}, handlers=[EarlyStopping("mine", mode="max")])
     run.on(Events.ITERATION_COMPLETED)(lambda engine: engine.log("mine", 1.0))
-    with pytest.raises(MetricNotFoundError, match=r"does not exist.* judged .* if it is logged as 'val/mine'"):
+    with pytest.raises(MetricNotFoundError, match=r"does not exist.* judged .* if it is logged as 'held-out/mine'"):
         run.train()

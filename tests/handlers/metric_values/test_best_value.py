@@ -86,6 +86,24 @@ def test_a_trainer_that_never_validates_is_refused(name, tmp_path):
         trainer({"max_epochs": 3}, handlers=[JUDGES[name](tmp_path)])
 
 
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_metric_of_training_is_answered_with_what_is_judged(name, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"pass val_loader=\{'train-eval': .* name 'train-eval/loss'$"):
+        trainer({"max_epochs": 1}, handlers=[JUDGES[name](tmp_path, "train/loss")])
+    run = trainer({"max_epochs": 1}, val_loader=loader(8), handlers=[JUDGES[name](tmp_path / "a", "train_loss")])
+    with pytest.raises(MetricNotFoundError, match=r"only metrics of validations are judged; there are: val/loss;"):
+        run.train()
+
+
+def test_the_training_data_and_logged_values_are_judged_as_the_error_says():
+    sets = {"val": loader(8), "train-eval": loader(8)}
+    on_data, on_logged = EarlyStopping("train-eval/loss"), EarlyStopping("val/train_loss")
+    run = trainer({"max_epochs": 1}, val_loader=sets, handlers=[on_data, on_logged])
+    run.on(Events.ITERATION_COMPLETED)(lambda engine: engine.log("val/train_loss", 2.0))
+    metrics = run.train()
+    assert (on_data.best_value, on_logged.best_value) == (metrics["train-eval/loss"][0], 2.0)
+
+
 class Acting:
     """Data that a policy makes."""
 
