@@ -29,8 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(_table(replace(found, trials=tuple(map(_noting_killed, found.trials)))))
         return OK
     spec = _read(arguments)
-    from pulsetrain.sweep.coordinator import run_sweep
+    from pulsetrain.sweep.coordinator import check_sweep, run_sweep
 
+    check_sweep(spec)
     if not arguments.train:
         _note_replay(arguments.sweep, spec)
     for metric, mode in spec.directions.items():

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any
 
 from pulsetrain.configuration.messages import as_yaml, unknown
 from pulsetrain.configuration.resolve import resolve
+from pulsetrain.configuration.resumable import check_resumable
 from pulsetrain.configuration.yaml_text import yaml_word
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.file_lock import lock
@@ -135,12 +136,16 @@ def name_of(handler: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-def check_settings(spec: Spec) -> None:
+def check_settings(spec: Spec, *, imports: bool = True) -> None:
     """Try the values of each setting against the configuration; no model is made and no data is read.
+
+    Args:
+        spec: the sweep.
+        imports: whether this machine has the code that the configuration names; else its settings are not tried.
 
     Raises:
         ConfigurationError: the configuration does not know a setting or takes no such value, the trials would write
-            into one folder, or the run records no events, from which the results are read.
+            into one folder or could not resume, or the run records no events, from which the results are read.
     """
     base = spec.base or {}
     if "EventRecorder" not in [name_of(each) for each in base.get("handlers") or ()]:
@@ -149,13 +154,23 @@ def check_settings(spec: Spec) -> None:
         )
     if not spec.replay:
         _check_folders(spec)
+    for name, value in _tried(spec) if imports else ():
+        try:
+            resolve(Path(spec.config), settings_of(spec, {name: value}))
+        except ConfigurationError as error:
+            text = str(error).removeprefix(f"space.{name}: ")
+            raise error.with_text(f"space.{name}: {text}") from error
+    if not spec.replay:
+        added = [{name: value} for name, value in _tried(spec) if name == "training.save_every_n_epochs"]
+        for params in added or [{}]:
+            check_resumable(Path(spec.config), settings_of(spec, params), imports=imports)
+
+
+def _tried(spec: Spec) -> Iterator[tuple[str, Any]]:
+    """Each setting with each of its values, of a range with both ends."""
     for name, values in spec.space.items():
         for value in (values.low, values.high) if isinstance(values, Range) else values:
-            try:
-                resolve(Path(spec.config), settings_of(spec, {name: value}))
-            except ConfigurationError as error:
-                text = str(error).removeprefix(f"space.{name}: ")
-                raise error.with_text(f"space.{name}: {text}") from error
+            yield name, value
 
 
 def _check_folders(spec: Spec) -> None:

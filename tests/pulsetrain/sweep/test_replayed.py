@@ -163,6 +163,14 @@ def test_runs_of_the_same_configuration_are_named_where_they_could_answer(base: 
     assert recorded_runs(read_spec(Path("s.yaml"))) is None
 
 
+def test_an_unknown_setting_is_refused_without_a_note_that_runs_could_answer(base: Path, capsys: Streams) -> None:
+    for answers in ("", "replay: runs/a\n"):
+        assert sweep(SWEEP.replace("EarlyStopping.min_delta", "EarlyStopping.min_delt") + answers) == 2
+        errors = capsys.readouterr().err
+        assert errors.startswith("pulsetrain: error: space.handlers.EarlyStopping.min_delt: ")
+        assert "note" not in errors
+
+
 @pytest.mark.slow
 def test_logs_give_the_values_that_training_gives_and_the_best_configuration_trains_to_them(base: Path) -> None:
     noisy = CONFIG.replace("CSVLogger", f"StepLimit, {STOPPING}").replace("1e-2, optimizer: sgd, seed: 3", "0.15")
