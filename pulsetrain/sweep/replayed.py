@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pulsetrain.config import BOUNDS
+from pulsetrain.configuration.parse import differences
 from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
@@ -19,17 +22,25 @@ from pulsetrain.runs.summary import Status, check_run, summarize
 from pulsetrain.sweep.spec import Range, Spec
 from pulsetrain.sweep.trials import Outcome, handlers_of, name_of, outcome_of
 
-__all__ = ["check_replay", "recorded_runs", "replayed_outcome"]
+__all__ = ["check_replay", "notable_differences", "recorded_runs", "replayed_outcome"]
 
 REPLAYABLE = ("EarlyStopping", "LossSpikeGuard", "NaNGuard", "StepLimit", "TimeLimit")
 """Shipped handlers that only observe a run until they end it."""
+
+_NOTED = ("handlers", "metrics", *(f"training.{name}" for name in (
+    "activation_checkpointing", "activation_offload", "compile", "device", "early_stopping_patience",
+    "log_every_n_steps", "log_strategy_metrics", "optimizer_offload", "progress", "run_dir", "save_every_n_epochs",
+    "seed",
+)))  # fmt: skip
+"""Settings in which a replayed run may differ from the configuration, with a note; others change what is trained."""
 
 
 def check_replay(spec: Spec) -> None:
     """Check that recorded runs can answer.
 
     Raises:
-        ConfigurationError: a setting varies that changes what is trained, or an entry needs runs that are trained.
+        ConfigurationError: a setting varies that changes what is trained, an entry needs runs that are trained, or a
+            run was trained with other settings than the configuration has.
         RunFolderError: a run to be replayed is not there.
         RecordingError: it has no log.
     """
@@ -49,9 +60,51 @@ def check_replay(spec: Spec) -> None:
     for run in map(Path, spec.replay):
         check_run(run)
         EventLog(run)
+        if other := _differences(spec, run)[0]:
+            raise ConfigurationError(
+                f"replay: {run} was not trained as {spec.config} says, and cannot answer for it: {'; '.join(other)} "
+                "(configuration -> run); set the configuration to what the run has, replay other runs, or add --train"
+            )
     first = {name: each.low if isinstance(each, Range) else each[0] for name, each in spec.space.items()}
     for entry in _handlers(spec, first):  # an argument may have no default
         check_apart(entry, _location(entry), partial(make_handler, entry, _location(entry)))
+
+
+def notable_differences(spec: Spec) -> Iterator[str]:
+    """How each replayed run differs from the configuration, in settings for which `check_replay` does not refuse it."""
+    for run in map(Path, spec.replay):
+        if not _config_of(run):
+            yield f"{run} has no readable config.yaml: whether it was trained as {spec.config} says is not known"
+        elif noted := _differences(spec, run)[1]:
+            yield f"{run} differs from {spec.config} in {'; '.join(noted)} (configuration -> run)"
+
+
+def _differences(spec: Spec, run: Path) -> tuple[list[str], list[str]]:
+    """The settings in which a run was trained otherwise than the configuration says, and those that are only noted.
+
+    A longer run is noted: until a handler ends it, it is that of the configuration, unless a schedule depends on its
+    length. A shorter one does not know what would have followed.
+    """
+    base, config, varied = dict(spec.base or {}), _config_of(run), set(_varied(spec).values())
+    if not config:
+        return [], []
+    here, there = (_compared({"backend": "torch", **each}, base, varied) for each in (base, config))
+    longer = {f"training.{name}" for name in BOUNDS if _is_longer(here["training"], there["training"], name)}
+    other, noted = list[str](), list[str]()
+    for text in differences(_by_name(here), _by_name(there)):
+        setting = text.partition(":")[0]
+        is_noted = setting in longer or any(f"{setting}.".startswith(f"{each}.") for each in _NOTED)
+        (noted if is_noted else other).append(text)
+    return other, noted
+
+
+def _is_longer(here: dict[str, Any], there: dict[str, Any], bound: str) -> bool:
+    before, now = here.get(bound), there.get(bound)
+    return isinstance(before, int) and isinstance(now, int) and now > before
+
+
+def _by_name(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "handlers": {name_of(each): _with_arguments(each) for each in config["handlers"]}}
 
 
 def replayed_outcome(spec: Spec, params: dict[str, Any]) -> Outcome:
@@ -113,7 +166,11 @@ def _handlers(spec: Spec, params: dict[str, Any]) -> list[dict[str, Any]]:
     """The varied handlers of the configuration, each with class_path and init_args."""
     varied = set(_varied(spec).values())
     found = [each for each in handlers_of(spec, params) if name_of(each) in varied]
-    return [{"init_args": {}, **({"class_path": each} if isinstance(each, str) else each)} for each in found]
+    return list(map(_with_arguments, found))
+
+
+def _with_arguments(handler: Any) -> dict[str, Any]:
+    return {"init_args": {}, **({"class_path": handler} if isinstance(handler, str) else handler)}
 
 
 def _location(handler: dict[str, Any]) -> str:
