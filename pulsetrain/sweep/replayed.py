@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from pulsetrain.reproduce.what_if import check_apart, make_handler, replay_to
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.summary import Status, check_run, summarize
 from pulsetrain.sweep.spec import Range, Spec
-from pulsetrain.sweep.trials import Outcome, handlers_of, name_of, outcome_of
+from pulsetrain.sweep.trials import Outcome, handlers_of, name_of, outcome_of, replayed_run
 
 __all__ = ["check_replay", "notable_differences", "recorded_runs", "replayed_outcome"]
 
@@ -41,7 +42,7 @@ def check_replay(spec: Spec) -> None:
     Raises:
         ConfigurationError: a setting varies that changes what is trained, an entry needs runs that are trained, or a
             run was trained with other settings than the configuration has.
-        RunFolderError: a run to be replayed is not there.
+        RunFolderError: a run to be replayed is not there, or its archive cannot be read.
         RecordingError: it has no log.
     """
     for setting, handler in _varied(spec).items():
@@ -57,8 +58,8 @@ def check_replay(spec: Spec) -> None:
             f"replay: {chosen}={getattr(spec, chosen)!r} acts on runs that train, and recorded runs are not trained; "
             f"leave out replay or {chosen}, or add --train"
         )
-    for run in map(Path, spec.replay):
-        check_run(run)
+    for run in map(replayed_run, spec.replay):
+        check_run(Path(run))
         EventLog(run)
         if other := _differences(spec, run)[0]:
             raise ConfigurationError(
@@ -72,14 +73,14 @@ def check_replay(spec: Spec) -> None:
 
 def notable_differences(spec: Spec) -> Iterator[str]:
     """How each replayed run differs from the configuration, in settings for which `check_replay` does not refuse it."""
-    for run in map(Path, spec.replay):
+    for run in map(replayed_run, spec.replay):
         if not _config_of(run):
             yield f"{run} has no readable config.yaml: whether it was trained as {spec.config} says is not known"
         elif noted := _differences(spec, run)[1]:
             yield f"{run} differs from {spec.config} in {'; '.join(noted)} (configuration -> run)"
 
 
-def _differences(spec: Spec, run: Path) -> tuple[list[str], list[str]]:
+def _differences(spec: Spec, run: os.PathLike[str]) -> tuple[list[str], list[str]]:
     """The settings in which a run was trained otherwise than the configuration says, and those that are only noted.
 
     A longer run is noted: until a handler ends it, it is that of the configuration, unless a schedule depends on its
@@ -114,7 +115,7 @@ def replayed_outcome(spec: Spec, params: dict[str, Any]) -> Outcome:
         PulsetrainError: a run has no such metric, or ended before these values would have ended it.
     """
     handlers = _handlers(spec, params)
-    found = [_outcome(spec, Path(run), handlers) for run in spec.replay]
+    found = [_outcome(spec, replayed_run(run), handlers) for run in spec.replay]
     values = tuple(math.fsum(each) / len(found) for each in zip(*(one.values for one in found), strict=True))
     return Outcome(values, "", sum(one.iteration for one in found))
 
@@ -148,9 +149,9 @@ def _compared(config: dict[str, Any], base: dict[str, Any], without: set[str]) -
     return compared
 
 
-def _config_of(run: Path) -> dict[str, Any]:
+def _config_of(run: os.PathLike[str]) -> dict[str, Any]:
     try:
-        found = read_yaml(run / "config.yaml")
+        found = read_yaml(Path(run) / "config.yaml")
     except ConfigurationError:  # made without a configuration, or damaged
         return {}
     return found if isinstance(found, dict) else {}
@@ -177,10 +178,10 @@ def _location(handler: dict[str, Any]) -> str:
     return f"handlers.{name_of(handler)}"
 
 
-def _outcome(spec: Spec, run: Path, handlers: list[dict[str, Any]]) -> Outcome:
-    replay = Replay(run, obey_terminate=True)
+def _outcome(spec: Spec, run: os.PathLike[str], handlers: list[dict[str, Any]]) -> Outcome:
+    replay = Replay(EventLog(run), obey_terminate=True)
     stop = replay_to(replay, [make_handler(each, _location(each)) for each in handlers])
-    if stop is None and (ended := summarize(run)).status is not Status.COMPLETED:
+    if stop is None and (ended := summarize(Path(run))).status is not Status.COMPLETED:
         why = f" ({ended.reason})" if ended.reason else ""
         raise RecordingError(
             f"{run}: is {ended.status.value} at iteration {ended.iteration}{why}, and these values would not have "

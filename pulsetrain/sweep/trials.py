@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.files import NamedPath
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.engine.recording.replay.playback import Stop
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.runs.archive import unpacked
 from pulsetrain.runs.command_end import error_in
 from pulsetrain.sweep.spec import Range, Spec
 
@@ -38,6 +41,7 @@ __all__ = [
     "handlers_of",
     "name_of",
     "outcome_of",
+    "replayed_run",
     "run_job",
     "settings_of",
     "trial_folder",
@@ -90,7 +94,7 @@ def settings_of(
     settings = {name: yaml_word(value) for name, value in params.items() if not name.startswith(_HANDLERS)}
     if (base.get("training") or {}).get("seed") is None:
         # the best of a replayed sweep trains as the first of its runs did
-        seed = read_run_file(Path(spec.replay[0])).get("seed", spec.seed) if spec.replay else spec.seed
+        seed = read_run_file(Path(replayed_run(spec.replay[0]))).get("seed", spec.seed) if spec.replay else spec.seed
         settings.setdefault("training.seed", str(seed))
     handlers = handlers_of(spec, params)
     if number is not None and (spec.pruner != "none" or until is not None):
@@ -99,6 +103,19 @@ def settings_of(
     if handlers != list(base.get("handlers") or ()):
         settings["handlers"] = yaml_word(handlers)
     return settings
+
+
+def replayed_run(name: str) -> os.PathLike[str]:
+    """The folder of a run to be replayed, which `str` calls by its name in the sweep; an archive is unpacked, once.
+
+    Raises:
+        RunFolderError: it is a file, and not an archive, or a damaged one.
+    """
+    path = Path(name)
+    return NamedPath(_unpacked(path.resolve()), name) if path.is_file() else path
+
+
+_unpacked = cache(unpacked)
 
 
 def handlers_of(spec: Spec, params: Mapping[str, Any]) -> list[Any]:
@@ -228,7 +245,7 @@ def _stop_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def outcome_of(spec: Spec, folder: Path, stop: Stop | None = None) -> Outcome:
+def outcome_of(spec: Spec, folder: os.PathLike[str], stop: Stop | None = None) -> Outcome:
     """Read what a run has recorded.
 
     Args:

@@ -14,6 +14,7 @@ pytest.importorskip("plotly", reason="pip install 'pulsetrain[sweep]'")
 from pulsetrain.cli import main
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.runs.archive import write_archive
 from pulsetrain.sweep.replayed import recorded_runs
 from pulsetrain.sweep.results import read_results
 from pulsetrain.sweep.spec import read_spec
@@ -213,6 +214,21 @@ def test_a_run_that_differs_in_other_settings_answers_with_a_note(base: Path, ca
 def test_runs_of_the_configuration_answer_without_a_note(base: Path, capsys: Streams) -> None:
     assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
     assert capsys.readouterr().err.count("note") == 1
+
+
+def test_archives_answer_as_their_runs_do(base: Path, capsys: Streams) -> None:
+    configure(base / "runs" / "b", read_config(Path("base.yaml"), {}), seed=7)
+    assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
+    said = capsys.readouterr()
+    for name in ("a", "b"):
+        write_archive(Path("runs", name), Path(f"{name}.run.zip"))
+    assert sweep(SWEEP.replace("folder: out", "folder: again") + "replay: [a.run.zip, b.run.zip]\n") == 0
+    table, archived = said.out.partition("best trial")[0], capsys.readouterr()
+    assert archived.out.startswith(table)
+    assert "note: b.run.zip differs from " in archived.err
+    Path("c.run.zip").write_bytes(b"PK")
+    assert sweep(SWEEP.replace("folder: out", "folder: third") + "replay: c.run.zip\n") == 2
+    assert "c.run.zip: is not a run's archive, or is damaged" in capsys.readouterr().err
 
 
 def test_an_unknown_setting_is_refused_without_a_note_that_runs_could_answer(base: Path, capsys: Streams) -> None:
