@@ -36,7 +36,7 @@ from pulsetrain.runs.command_end import STOPPED, TRAINED
 from pulsetrain.sweep.population import has_completed, parent_of, place_of
 from pulsetrain.sweep.replayed import check_replay, replayed_outcome
 from pulsetrain.sweep.reporting import PRUNED
-from pulsetrain.sweep.results import SweepResults, Trial, results_of
+from pulsetrain.sweep.results import SweepResults, Trial, read_results, results_of
 from pulsetrain.sweep.spec import STORAGE, Spec, differing, read_saved, write_saved
 from pulsetrain.sweep.study import adopted, draw, drawing_alone, open_study, set_sampler, storage_errors
 from pulsetrain.sweep.trials import (
@@ -140,11 +140,20 @@ def _claim(spec: Spec, folder: Path) -> Spec:
         if changed:
             raise ConfigurationError(
                 f"{folder}: holds a sweep with other values of {', '.join(changed)}; of a sweep that has begun, only "
-                "trials and workers may change; choose another folder"
+                f"trials and workers may change; choose another folder{_or_delete(saved, folder)}"
             )
         spec = replace(spec, study=saved.study)
     write_saved(spec)
     return spec
+
+
+def _or_delete(saved: Spec, folder: Path) -> str:
+    """The other remedy for a sweep that has no results yet, as where its metric was wrong; a server keeps its study."""
+    if saved.storage is not None or not (folder / "sweep.sqlite").is_file():
+        return ""
+    if any(each.state in ("completed", "pruned") for each in read_results(folder).trials):
+        return ""
+    return ", or delete this one, in which no trial has completed, once no worker runs there"
 
 
 def _check_checkpoint(parent: Path, at: int) -> None:

@@ -75,7 +75,8 @@ class Spec:
         population: runs of a population.
         interval: iterations of one generation of a population, which needs it.
         generations: how often the runs of a population are trained and replaced.
-        replay: runs or archives whose logs answer instead of training, if only arguments of handlers that end a run vary.
+        replay: runs whose logs answer instead of training, if only arguments of handlers that end a run vary; folders
+            or archives.
         base: the configuration as it was when the sweep began.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,19 @@ def test_a_sweep_that_logs_cannot_answer_is_refused(
 def test_a_replayed_sweep_is_not_continued_by_training(base: Path, capsys: Streams) -> None:
     assert sweep(SWEEP + "replay: runs/a\n") == 0
     assert sweep(SWEEP + "replay: runs/a\n", "--train") == 2
-    assert "holds a sweep with other values of replay" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "holds a sweep with other values of replay" in errors
+    assert errors.endswith("only trials and workers may change; choose another folder\n")
+
+
+def test_the_folder_of_a_sweep_by_a_wrong_metric_can_be_deleted(base: Path, capsys: Streams) -> None:
+    assert sweep(SWEEP.replace("val/loss\n", "val/regret\nmode: min\n") + "replay: runs/a\n") == 2
+    assert "val/regret" in capsys.readouterr().err
+    assert sweep(SWEEP + "replay: runs/a\n") == 2
+    assert "with other values of metric; " in (errors := capsys.readouterr().err)
+    assert "choose another folder, or delete this one, in which no trial has completed, once no worker runs" in errors
+    shutil.rmtree("out")
+    assert sweep(SWEEP + "replay: runs/a\n") == 0
 
 
 def test_runs_of_the_same_configuration_are_named_where_they_could_answer(base: Path, capsys: Streams) -> None:
