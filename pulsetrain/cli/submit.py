@@ -16,6 +16,7 @@ from pulsetrain.configuration.claim import resolve_folder
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.resolve import resolve
+from pulsetrain.configuration.resumable import check_resumable
 from pulsetrain.configuration.yaml_text import load_yaml
 from pulsetrain.engine.backends.torch_computation import find_device
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RunFolderError
@@ -93,6 +94,7 @@ def _run(arguments: argparse.Namespace) -> Submission:
     try:
         if arguments.to != "kubernetes":  # where the image, not this machine, has what the configuration imports
             resolve(arguments.config, settings)
+        check_resumable(arguments.config, settings, imports=arguments.to != "kubernetes")
         if arguments.to == "local":
             find_device((config.get("training") or {}).get("device", "auto"))
         layout = layout_of(config, arguments.settings)
@@ -135,11 +137,17 @@ def _submitted_already(folder: Path) -> RunFolderError:
 
 def _sweep(arguments: argparse.Namespace) -> Submission:
     """An array of jobs, which divide the trials of a sweep."""
+    from pulsetrain.sweep.coordinator import check_sweep
     from pulsetrain.sweep.spec import STORAGE, read_spec
+    from pulsetrain.sweep.trials import check_settings
 
     for name in arguments.settings:
         raise ConfigurationError(f"--{name}: {arguments.config} is a sweep, whose settings are in its file")
     spec = read_spec(arguments.config)
+    if arguments.to == "kubernetes":  # where the image and the volume have what the sweep names
+        check_settings(spec, imports=False)
+    else:
+        check_sweep(spec)
     if arguments.to == "local" and not arguments.show and spec.storage in (None, os.environ.get(STORAGE)):
         _check_storage(LocalQueue(default_folder()))
     is_population = spec.sampler == "population"

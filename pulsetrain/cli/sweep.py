@@ -29,8 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(_table(replace(found, trials=tuple(map(_noting_killed, found.trials)))))
         return OK
     spec = _read(arguments)
-    from pulsetrain.sweep.coordinator import run_sweep
+    from pulsetrain.sweep.coordinator import check_sweep, run_sweep
 
+    check_sweep(spec)
     if not arguments.train:
         _note_replay(arguments.sweep, spec)
     for metric, mode in spec.directions.items():
@@ -92,7 +93,7 @@ def _read(arguments: argparse.Namespace) -> Spec:
 
 def _note_replay(path: Path, spec: Spec) -> None:
     """Print that recorded runs answer, or how they could."""
-    from pulsetrain.sweep.replayed import recorded_runs
+    from pulsetrain.sweep.replayed import notable_differences, recorded_runs
 
     text = f"answered from the logs of {len(spec.replay)} run(s), without training; --train trains"
     if not spec.replay:
@@ -102,7 +103,8 @@ def _note_replay(path: Path, spec: Spec) -> None:
             "the settings that vary only decide where a run ends, and recorded runs can answer that without training; "
             f"to use those of the same configuration, add to {path}:\n    replay: [{', '.join(found) or 'RUN, ...'}]"
         )
-    print(f"pulsetrain: note: {text}", file=sys.stderr)
+    for note in (text, *notable_differences(spec)):
+        print(f"pulsetrain: note: {note}", file=sys.stderr)
 
 
 def _noting_killed(trial: Trial) -> Trial:

@@ -36,7 +36,7 @@ from pulsetrain.runs.command_end import STOPPED, TRAINED
 from pulsetrain.sweep.population import has_completed, parent_of, place_of
 from pulsetrain.sweep.replayed import check_replay, replayed_outcome
 from pulsetrain.sweep.reporting import PRUNED
-from pulsetrain.sweep.results import SweepResults, Trial, results_of
+from pulsetrain.sweep.results import SweepResults, Trial, read_results, results_of
 from pulsetrain.sweep.spec import STORAGE, Spec, differing, read_saved, write_saved
 from pulsetrain.sweep.study import adopted, draw, drawing_alone, open_study, set_sampler, storage_errors
 from pulsetrain.sweep.trials import (
@@ -52,7 +52,7 @@ from pulsetrain.sweep.trials import (
 )
 from pulsetrain.sweep.workers import has_left, owned_by, owner_of
 
-__all__ = ["run_sweep"]
+__all__ = ["check_sweep", "run_sweep"]
 
 SUBMISSIONS = "submit"  # the folder that `pulsetrain submit` makes in the sweep's before it starts
 METRICS_CHECKED = 1.0  # seconds between two looks at what the first trials report
@@ -67,6 +67,19 @@ class _Active:
     deaths: int = 0
 
 
+def check_sweep(spec: Spec) -> None:
+    """Check what can be known before a trial starts, on the machine that trains.
+
+    Raises:
+        ConfigurationError: a setting cannot be used, the trials could not resume, or recorded runs cannot answer.
+        RunFolderError: a run to be replayed is not there.
+        RecordingError: it has no log.
+    """
+    check_settings(spec)
+    if spec.replay:
+        check_replay(spec)
+
+
 def run_sweep(
     spec: Spec,
     main: Callable[[Sequence[str]], int],
@@ -76,19 +89,16 @@ def run_sweep(
     """Run every trial that has not ended yet; as a worker, those that no other worker runs.
 
     Args:
-        spec: the sweep.
+        spec: the sweep, which `check_sweep` accepts.
         main: the command line, called in the trials' processes; it must be importable by its name.
         ended: called with each trial that has ended.
         worker: the name of this process among several that share out the trials; None if it is the only one.
 
     Raises:
-        ConfigurationError: the folder belongs to a sweep with other entries, or a setting cannot be used.
+        ConfigurationError: the folder belongs to a sweep with other entries.
         RunFolderError: the folder holds other files, or another process runs this sweep.
         MetricNotFoundError: the runs have no such metric; the message lists those that they have.
     """
-    check_settings(spec)
-    if spec.replay:
-        check_replay(spec)
     folder = Path(spec.folder)
     with _owned(folder, worker), storage_errors(spec):
         spec = _claim(spec, folder)
@@ -130,11 +140,20 @@ def _claim(spec: Spec, folder: Path) -> Spec:
         if changed:
             raise ConfigurationError(
                 f"{folder}: holds a sweep with other values of {', '.join(changed)}; of a sweep that has begun, only "
-                "trials and workers may change; choose another folder"
+                f"trials and workers may change; choose another folder{_or_delete(saved, folder)}"
             )
         spec = replace(spec, study=saved.study)
     write_saved(spec)
     return spec
+
+
+def _or_delete(saved: Spec, folder: Path) -> str:
+    """The other remedy for a sweep that has no results yet, as where its metric was wrong; a server keeps its study."""
+    if saved.storage is not None or not (folder / "sweep.sqlite").is_file():
+        return ""
+    if any(each.state in ("completed", "pruned") for each in read_results(folder).trials):
+        return ""
+    return ", or delete this one, in which no trial has completed, once no worker runs there"
 
 
 def _check_checkpoint(parent: Path, at: int) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pulsetrain.config import BOUNDS
+from pulsetrain.configuration.parse import differences
 from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
@@ -17,20 +21,28 @@ from pulsetrain.reproduce.what_if import check_apart, make_handler, replay_to
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.summary import Status, check_run, summarize
 from pulsetrain.sweep.spec import Range, Spec
-from pulsetrain.sweep.trials import Outcome, handlers_of, name_of, outcome_of
+from pulsetrain.sweep.trials import Outcome, handlers_of, name_of, outcome_of, replayed_run
 
-__all__ = ["check_replay", "recorded_runs", "replayed_outcome"]
+__all__ = ["check_replay", "notable_differences", "recorded_runs", "replayed_outcome"]
 
 REPLAYABLE = ("EarlyStopping", "LossSpikeGuard", "NaNGuard", "StepLimit", "TimeLimit")
 """Shipped handlers that only observe a run until they end it."""
+
+_NOTED = ("handlers", "metrics", *(f"training.{name}" for name in (
+    "activation_checkpointing", "activation_offload", "compile", "device", "early_stopping_patience",
+    "log_every_n_steps", "log_strategy_metrics", "optimizer_offload", "progress", "run_dir", "save_every_n_epochs",
+    "seed",
+)))  # fmt: skip
+"""Settings in which a replayed run may differ from the configuration, with a note; others change what is trained."""
 
 
 def check_replay(spec: Spec) -> None:
     """Check that recorded runs can answer.
 
     Raises:
-        ConfigurationError: a setting varies that changes what is trained, or an entry needs runs that are trained.
-        RunFolderError: a run to be replayed is not there.
+        ConfigurationError: a setting varies that changes what is trained, an entry needs runs that are trained, or a
+            run was trained with other settings than the configuration has.
+        RunFolderError: a run to be replayed is not there, or its archive cannot be read.
         RecordingError: it has no log.
     """
     for setting, handler in _varied(spec).items():
@@ -46,12 +58,54 @@ def check_replay(spec: Spec) -> None:
             f"replay: {chosen}={getattr(spec, chosen)!r} acts on runs that train, and recorded runs are not trained; "
             f"leave out replay or {chosen}, or add --train"
         )
-    for run in map(Path, spec.replay):
-        check_run(run)
+    for run in map(replayed_run, spec.replay):
+        check_run(Path(run))
         EventLog(run)
+        if other := _differences(spec, run)[0]:
+            raise ConfigurationError(
+                f"replay: {run} was not trained as {spec.config} says, and cannot answer for it: {'; '.join(other)} "
+                "(configuration -> run); set the configuration to what the run has, replay other runs, or add --train"
+            )
     first = {name: each.low if isinstance(each, Range) else each[0] for name, each in spec.space.items()}
     for entry in _handlers(spec, first):  # an argument may have no default
         check_apart(entry, _location(entry), partial(make_handler, entry, _location(entry)))
+
+
+def notable_differences(spec: Spec) -> Iterator[str]:
+    """How each replayed run differs from the configuration, in settings for which `check_replay` does not refuse it."""
+    for run in map(replayed_run, spec.replay):
+        if not _config_of(run):
+            yield f"{run} has no readable config.yaml: whether it was trained as {spec.config} says is not known"
+        elif noted := _differences(spec, run)[1]:
+            yield f"{run} differs from {spec.config} in {'; '.join(noted)} (configuration -> run)"
+
+
+def _differences(spec: Spec, run: os.PathLike[str]) -> tuple[list[str], list[str]]:
+    """The settings in which a run was trained otherwise than the configuration says, and those that are only noted.
+
+    A longer run is noted: until a handler ends it, it is that of the configuration, unless a schedule depends on its
+    length. A shorter one does not know what would have followed.
+    """
+    base, config, varied = dict(spec.base or {}), _config_of(run), set(_varied(spec).values())
+    if not config:
+        return [], []
+    here, there = (_compared({"backend": "torch", **each}, base, varied) for each in (base, config))
+    longer = {f"training.{name}" for name in BOUNDS if _is_longer(here["training"], there["training"], name)}
+    other, noted = list[str](), list[str]()
+    for text in differences(_by_name(here), _by_name(there)):
+        setting = text.partition(":")[0]
+        is_noted = setting in longer or any(f"{setting}.".startswith(f"{each}.") for each in _NOTED)
+        (noted if is_noted else other).append(text)
+    return other, noted
+
+
+def _is_longer(here: dict[str, Any], there: dict[str, Any], bound: str) -> bool:
+    before, now = here.get(bound), there.get(bound)
+    return isinstance(before, int) and isinstance(now, int) and now > before
+
+
+def _by_name(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "handlers": {name_of(each): _with_arguments(each) for each in config["handlers"]}}
 
 
 def replayed_outcome(spec: Spec, params: dict[str, Any]) -> Outcome:
@@ -61,7 +115,7 @@ def replayed_outcome(spec: Spec, params: dict[str, Any]) -> Outcome:
         PulsetrainError: a run has no such metric, or ended before these values would have ended it.
     """
     handlers = _handlers(spec, params)
-    found = [_outcome(spec, Path(run), handlers) for run in spec.replay]
+    found = [_outcome(spec, replayed_run(run), handlers) for run in spec.replay]
     values = tuple(math.fsum(each) / len(found) for each in zip(*(one.values for one in found), strict=True))
     return Outcome(values, "", sum(one.iteration for one in found))
 
@@ -95,9 +149,9 @@ def _compared(config: dict[str, Any], base: dict[str, Any], without: set[str]) -
     return compared
 
 
-def _config_of(run: Path) -> dict[str, Any]:
+def _config_of(run: os.PathLike[str]) -> dict[str, Any]:
     try:
-        found = read_yaml(run / "config.yaml")
+        found = read_yaml(Path(run) / "config.yaml")
     except ConfigurationError:  # made without a configuration, or damaged
         return {}
     return found if isinstance(found, dict) else {}
@@ -113,17 +167,21 @@ def _handlers(spec: Spec, params: dict[str, Any]) -> list[dict[str, Any]]:
     """The varied handlers of the configuration, each with class_path and init_args."""
     varied = set(_varied(spec).values())
     found = [each for each in handlers_of(spec, params) if name_of(each) in varied]
-    return [{"init_args": {}, **({"class_path": each} if isinstance(each, str) else each)} for each in found]
+    return list(map(_with_arguments, found))
+
+
+def _with_arguments(handler: Any) -> dict[str, Any]:
+    return {"init_args": {}, **({"class_path": handler} if isinstance(handler, str) else handler)}
 
 
 def _location(handler: dict[str, Any]) -> str:
     return f"handlers.{name_of(handler)}"
 
 
-def _outcome(spec: Spec, run: Path, handlers: list[dict[str, Any]]) -> Outcome:
-    replay = Replay(run, obey_terminate=True)
+def _outcome(spec: Spec, run: os.PathLike[str], handlers: list[dict[str, Any]]) -> Outcome:
+    replay = Replay(EventLog(run), obey_terminate=True)
     stop = replay_to(replay, [make_handler(each, _location(each)) for each in handlers])
-    if stop is None and (ended := summarize(run)).status is not Status.COMPLETED:
+    if stop is None and (ended := summarize(Path(run))).status is not Status.COMPLETED:
         why = f" ({ended.reason})" if ended.reason else ""
         raise RecordingError(
             f"{run}: is {ended.status.value} at iteration {ended.iteration}{why}, and these values would not have "

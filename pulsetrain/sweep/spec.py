@@ -75,7 +75,8 @@ class Spec:
         population: runs of a population.
         interval: iterations of one generation of a population, which needs it.
         generations: how often the runs of a population are trained and replaced.
-        replay: run folders whose logs answer instead of training, if only arguments of handlers that end a run vary.
+        replay: runs whose logs answer instead of training, if only arguments of handlers that end a run vary; folders
+            or archives.
         base: the configuration as it was when the sweep began.
     """
 
@@ -168,7 +169,7 @@ def read_spec(path: Path, overrides: Mapping[str, Any] | None = None) -> Spec:
     replay = given.get("replay") or []
     replay = [replay] if isinstance(replay, str) else replay
     if not isinstance(replay, list) or not all(isinstance(each, str) for each in replay):
-        raise ConfigurationError(f"{path}: replay={replay!r}: needs a run folder, or a list of them")
+        raise ConfigurationError(f"{path}: replay={replay!r}: needs a run folder or its archive, or a list of them")
     if sampler == "population":
         if "trials" in numbers:
             raise ConfigurationError(f"{path}: trials: a population trains population x generations runs; leave it out")

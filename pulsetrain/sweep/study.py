@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optional import load_optional
+from pulsetrain.handlers.run_files.redaction import REDACTED, redacted
 from pulsetrain.sweep.population import values_of
 from pulsetrain.sweep.spec import Spec, described
 
@@ -102,10 +104,25 @@ def storage_errors(spec: Spec) -> Iterator[None]:
         is_damaged = spec.storage is None and any(each in text for each in ("not a database", "malformed"))
         remedy = "restore it, or delete the folder to begin again" if is_damaged else "put that right"
         if spec.storage is not None:
-            where, text = "the PostgreSQL server", type(error).__name__  # the driver's text may hold the URL
+            where, text = "the PostgreSQL server", _without_password(text, spec.storage) or type(error).__name__
         raise ConfigurationError(
             f"{spec.folder}: {where} cannot be read or written: {text}; {remedy}, and give the same command again"
         ) from None
+
+
+def _without_password(text: str, url: str) -> str:
+    """The driver's text without the URL's password, nor the parts in which the driver reads one that is not quoted.
+
+    >>> _without_password("failed to resolve host 'x7@db'", "postgresql://me:pw@x7@db/sweeps")
+    "failed to resolve host '[redacted]@db'"
+    """
+    found = re.match(r"[^:]+://[^:/@]*:(.*)@", url, re.DOTALL)
+    passwords = [found[1]] if found else []
+    passwords += re.findall(r"[?&]\w*pass\w*=([^&]*)", url)
+    parts = {part for each in passwords for part in (each, unquote(each), *re.split(r"[@:/?#]", each)) if part}
+    for part in sorted(parts, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(part)}(?!\w)", REDACTED, text)
+    return redacted(text)
 
 
 @contextmanager

@@ -7,24 +7,28 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
 from pulsetrain.configuration.messages import as_yaml, unknown
 from pulsetrain.configuration.resolve import resolve
+from pulsetrain.configuration.resumable import check_resumable
 from pulsetrain.configuration.yaml_text import yaml_word
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.files import NamedPath
 from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.engine.recording.replay.playback import Stop
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.runs.archive import unpacked
 from pulsetrain.runs.command_end import error_in
 from pulsetrain.sweep.spec import Range, Spec
 
@@ -37,6 +41,7 @@ __all__ = [
     "handlers_of",
     "name_of",
     "outcome_of",
+    "replayed_run",
     "run_job",
     "settings_of",
     "trial_folder",
@@ -89,7 +94,7 @@ def settings_of(
     settings = {name: yaml_word(value) for name, value in params.items() if not name.startswith(_HANDLERS)}
     if (base.get("training") or {}).get("seed") is None:
         # the best of a replayed sweep trains as the first of its runs did
-        seed = read_run_file(Path(spec.replay[0])).get("seed", spec.seed) if spec.replay else spec.seed
+        seed = read_run_file(Path(replayed_run(spec.replay[0]))).get("seed", spec.seed) if spec.replay else spec.seed
         settings.setdefault("training.seed", str(seed))
     handlers = handlers_of(spec, params)
     if number is not None and (spec.pruner != "none" or until is not None):
@@ -98,6 +103,19 @@ def settings_of(
     if handlers != list(base.get("handlers") or ()):
         settings["handlers"] = yaml_word(handlers)
     return settings
+
+
+def replayed_run(name: str) -> os.PathLike[str]:
+    """The folder of a run to be replayed, which `str` calls by its name in the sweep; an archive is unpacked, once.
+
+    Raises:
+        RunFolderError: it is a file, and not an archive, or a damaged one.
+    """
+    path = Path(name)
+    return NamedPath(_unpacked(path.resolve()), name) if path.is_file() else path
+
+
+_unpacked = cache(unpacked)
 
 
 def handlers_of(spec: Spec, params: Mapping[str, Any]) -> list[Any]:
@@ -135,12 +153,16 @@ def name_of(handler: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-def check_settings(spec: Spec) -> None:
+def check_settings(spec: Spec, *, imports: bool = True) -> None:
     """Try the values of each setting against the configuration; no model is made and no data is read.
+
+    Args:
+        spec: the sweep.
+        imports: whether this machine has the code that the configuration names; else its settings are not tried.
 
     Raises:
         ConfigurationError: the configuration does not know a setting or takes no such value, the trials would write
-            into one folder, or the run records no events, from which the results are read.
+            into one folder or could not resume, or the run records no events, from which the results are read.
     """
     base = spec.base or {}
     if "EventRecorder" not in [name_of(each) for each in base.get("handlers") or ()]:
@@ -149,13 +171,23 @@ def check_settings(spec: Spec) -> None:
         )
     if not spec.replay:
         _check_folders(spec)
+    for name, value in _tried(spec) if imports else ():
+        try:
+            resolve(Path(spec.config), settings_of(spec, {name: value}))
+        except ConfigurationError as error:
+            text = str(error).removeprefix(f"space.{name}: ")
+            raise error.with_text(f"space.{name}: {text}") from error
+    if not spec.replay:
+        added = [{name: value} for name, value in _tried(spec) if name == "training.save_every_n_epochs"]
+        for params in added or [{}]:
+            check_resumable(Path(spec.config), settings_of(spec, params), imports=imports)
+
+
+def _tried(spec: Spec) -> Iterator[tuple[str, Any]]:
+    """Each setting with each of its values, of a range with both ends."""
     for name, values in spec.space.items():
         for value in (values.low, values.high) if isinstance(values, Range) else values:
-            try:
-                resolve(Path(spec.config), settings_of(spec, {name: value}))
-            except ConfigurationError as error:
-                text = str(error).removeprefix(f"space.{name}: ")
-                raise error.with_text(f"space.{name}: {text}") from error
+            yield name, value
 
 
 def _check_folders(spec: Spec) -> None:
@@ -213,7 +245,7 @@ def _stop_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def outcome_of(spec: Spec, folder: Path, stop: Stop | None = None) -> Outcome:
+def outcome_of(spec: Spec, folder: os.PathLike[str], stop: Stop | None = None) -> Outcome:
     """Read what a run has recorded.
 
     Args:

@@ -102,6 +102,36 @@ def test_wrong_input_is_refused_and_nothing_is_left(base: Path, capsys: Streams,
     assert files(base) == before
 
 
+TO = ("local", "slurm", "kubernetes --image i --run a")
+
+
+@pytest.mark.parametrize("to", TO)
+@pytest.mark.parametrize("config", ["base.yaml", "s.yaml"])
+def test_a_configuration_that_cannot_resume_is_refused_before_it_is_submitted(
+    base: Path, capsys: Streams, config: str, to: str
+) -> None:
+    head = (base / "base.yaml").read_text().partition("handlers:")[0]
+    own = "\nfrom pulsetrain.handlers import Checkpointer\n\nclass Own(Checkpointer): ...\n"
+    (base / "tiny.py").write_text((base / "tiny.py").read_text() + own)
+    words = ["submit", config, "--to", *to.split(), "--print"]
+    for handlers, message in (
+        ("EventRecorder", "there is no Checkpointer; add Checkpointer to `handlers`"),
+        (
+            "EventRecorder, Checkpointer, pulsetrain.handlers.Checkpointer",
+            "there are 2 Checkpointers: handlers[1], handlers",
+        ),
+    ):
+        (base / "base.yaml").write_text(f"{head}handlers: [{handlers}]\n")
+        before = files(base)
+        assert main(words) == 2
+        assert f"base.yaml: handlers: a run that is interrupted resumes from its checkpoints, and {message}" in (
+            capsys.readouterr().err
+        )
+        assert files(base) == before
+    (base / "base.yaml").write_text(f"{head}handlers: [EventRecorder, tiny.Own]\n")
+    assert main(words) == 0
+
+
 def test_print_submits_nothing(base: Path, capsys: Streams) -> None:
     before = files(base)
     assert main(["submit", "base.yaml", "--to", "slurm", "--print", "--launch.nproc", "2", "--training.seed", "4"]) == 0
@@ -307,6 +337,12 @@ def test_a_folder_whose_job_waits_is_refused(base: Path, capsys: Streams) -> Non
     (base / "a" / "submit").mkdir(parents=True)
     assert main(["submit", "base.yaml", "--to", "local", "--run", "a"]) == 2
     assert "run folder a: a job for it was submitted already" in capsys.readouterr().err
+
+
+def test_wrong_settings_of_a_sweep_are_refused_before_it_is_submitted(base: Path, capsys: Streams) -> None:
+    (base / "s.yaml").write_text(SWEEP.replace("learning_rate", "learning_rat"))
+    assert main(["submit", "s.yaml", "--to", "local", "--print"]) == 2
+    assert "space.training.learning_rat: " in capsys.readouterr().err
 
 
 def test_a_population_is_one_job(base: Path, capsys: Streams) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ pytest.importorskip("plotly", reason="pip install 'pulsetrain[sweep]'")
 from pulsetrain.cli import main
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.runs.archive import write_archive
 from pulsetrain.sweep.replayed import recorded_runs
 from pulsetrain.sweep.results import read_results
 from pulsetrain.sweep.spec import read_spec
@@ -35,10 +38,22 @@ SECOND = [1.0, 1.1, 0.9, 0.8, 0.9, 1.0, 1.1, 0.7]
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tiny.py").write_text(MODEL)
     (tmp_path / "base.yaml").write_text(CONFIG.replace("CSVLogger]", f"{STOPPING}]"))
-    write_run(tmp_path / "runs" / "a", FIRST, epochs=8)
-    write_run(tmp_path / "runs" / "b", SECOND, epochs=8)
+    record(tmp_path, "a", FIRST)
+    record(tmp_path, "b", SECOND)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def record(base: Path, name: str, losses: list[float], end: str = "completed", reason: str = "") -> None:
+    """A run of base.yaml."""
+    folder = write_run(base / "runs" / name, losses, end, reason=reason, epochs=8)
+    configure(folder, read_config(base / "base.yaml", {}))
+
+
+def configure(run: Path, config: dict[str, Any], **training: object) -> None:
+    """Give a run that configuration, with other settings of its section `training`."""
+    given = {**config, "run": str(run), "training": {**config["training"], **training}}
+    (run / "config.yaml").write_text(yaml.safe_dump(given))
 
 
 def sweep(text: str, *words: str) -> int:
@@ -93,7 +108,7 @@ def test_several_runs_give_means_and_ranges_can_be_searched(base: Path) -> None:
 
 
 def test_of_equal_trials_the_best_has_the_fewest_iterations(base: Path) -> None:
-    write_run(base / "runs" / "c", [0.5, *[1.0] * 7], epochs=8)
+    record(base, "c", [0.5, *[1.0] * 7])
     assert sweep(SWEEP.replace("[1, 2, 3]", "[3, 1, 2]").replace("[0, 0.3]", "[0]") + "replay: runs/c\n") == 0
     best = read_results(Path("out")).best
     assert best is not None
@@ -101,7 +116,7 @@ def test_of_equal_trials_the_best_has_the_fewest_iterations(base: Path) -> None:
 
 
 def test_a_run_that_was_ended_earlier_does_not_answer(base: Path, capsys: Streams) -> None:
-    write_run(base / "runs" / "c", FIRST[:5], "terminate", reason="early stopping", epochs=8)
+    record(base, "c", FIRST[:5], "terminate", "early stopping")
     assert sweep(SWEEP.replace("[0, 0.3]", "[0]") + "replay: runs/c\n") == 0
     first, *others = read_results(Path("out")).trials
     assert (first.state, first.iterations) == ("completed", 15)
@@ -141,7 +156,19 @@ def test_a_sweep_that_logs_cannot_answer_is_refused(
 def test_a_replayed_sweep_is_not_continued_by_training(base: Path, capsys: Streams) -> None:
     assert sweep(SWEEP + "replay: runs/a\n") == 0
     assert sweep(SWEEP + "replay: runs/a\n", "--train") == 2
-    assert "holds a sweep with other values of replay" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "holds a sweep with other values of replay" in errors
+    assert errors.endswith("only trials and workers may change; choose another folder\n")
+
+
+def test_the_folder_of_a_sweep_by_a_wrong_metric_can_be_deleted(base: Path, capsys: Streams) -> None:
+    assert sweep(SWEEP.replace("val/loss\n", "val/regret\nmode: min\n") + "replay: runs/a\n") == 2
+    assert "val/regret" in capsys.readouterr().err
+    assert sweep(SWEEP + "replay: runs/a\n") == 2
+    assert "with other values of metric; " in (errors := capsys.readouterr().err)
+    assert "choose another folder, or delete this one, in which no trial has completed, once no worker runs" in errors
+    shutil.rmtree("out")
+    assert sweep(SWEEP + "replay: runs/a\n") == 0
 
 
 def test_runs_of_the_same_configuration_are_named_where_they_could_answer(base: Path, capsys: Streams) -> None:
@@ -161,6 +188,68 @@ def test_runs_of_the_same_configuration_are_named_where_they_could_answer(base: 
     assert "without training" not in capsys.readouterr().err
     Path("s.yaml").write_text(SWEEP.replace("EarlyStopping.min_delta: [0, 0.3]", "Checkpointer.keep_last: [1]"))
     assert recorded_runs(read_spec(Path("s.yaml"))) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": {"class_path": "tiny.net", "init_args": {"width": 8}}}, "model.init_args.width: 4 -> 8"),
+        ({"training": {"learning_rate": 0.5}}, "training.learning_rate: 0.01 -> 0.5"),
+        ({"training": {"max_epochs": 3}}, "training.max_epochs: 6 -> 3"),
+    ],
+)
+def test_a_run_that_was_trained_otherwise_does_not_answer(
+    base: Path, capsys: Streams, changed: dict[str, Any], message: str
+) -> None:
+    config = read_config(Path("base.yaml"), {})
+    training = changed.pop("training", {})
+    configure(base / "runs" / "b", {**config, **changed}, seed=4, **training)
+    assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 2
+    errors = capsys.readouterr().err
+    assert "replay: runs/b was not trained as " in errors
+    assert f"base.yaml says, and cannot answer for it: {message} (configuration -> run); set " in errors
+    assert not Path("out").exists()
+
+
+def test_a_run_that_differs_in_other_settings_answers_with_a_note(base: Path, capsys: Streams) -> None:
+    config = read_config(Path("base.yaml"), {})
+    handlers = [each for each in config["handlers"] if each not in ("CSVLogger", config["handlers"][-1])]
+    configure(base / "runs" / "a", {**config, "handlers": [*handlers, "Plots"]}, max_epochs=8, seed=4)
+    (base / "runs" / "b" / "config.yaml").unlink()
+    assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
+    errors = capsys.readouterr().err
+    assert "note: runs/a differs from " in errors
+    assert "training.max_epochs: 6 -> 8; training.seed: 3 -> 4; handlers.Plots: None -> " in errors
+    assert "EarlyStopping:" not in errors
+    assert "note: runs/b has no readable config.yaml: whether it was trained as " in errors
+
+
+def test_runs_of_the_configuration_answer_without_a_note(base: Path, capsys: Streams) -> None:
+    assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
+    assert capsys.readouterr().err.count("note") == 1
+
+
+def test_archives_answer_as_their_runs_do(base: Path, capsys: Streams) -> None:
+    configure(base / "runs" / "b", read_config(Path("base.yaml"), {}), seed=7)
+    assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
+    said = capsys.readouterr()
+    for name in ("a", "b"):
+        write_archive(Path("runs", name), Path(f"{name}.run.zip"))
+    assert sweep(SWEEP.replace("folder: out", "folder: again") + "replay: [a.run.zip, b.run.zip]\n") == 0
+    table, archived = said.out.partition("best trial")[0], capsys.readouterr()
+    assert archived.out.startswith(table)
+    assert "note: b.run.zip differs from " in archived.err
+    Path("c.run.zip").write_bytes(b"PK")
+    assert sweep(SWEEP.replace("folder: out", "folder: third") + "replay: c.run.zip\n") == 2
+    assert "c.run.zip: is not a run's archive, or is damaged" in capsys.readouterr().err
+
+
+def test_an_unknown_setting_is_refused_without_a_note_that_runs_could_answer(base: Path, capsys: Streams) -> None:
+    for answers in ("", "replay: runs/a\n"):
+        assert sweep(SWEEP.replace("EarlyStopping.min_delta", "EarlyStopping.min_delt") + answers) == 2
+        errors = capsys.readouterr().err
+        assert errors.startswith("pulsetrain: error: space.handlers.EarlyStopping.min_delt: ")
+        assert "note" not in errors
 
 
 @pytest.mark.slow

@@ -206,6 +206,40 @@ def test_a_folder_that_the_trials_would_share_is_refused(base: Path, before: str
     check_settings(replace(spec, replay=("runs/a",)))  # whose handlers are not made
 
 
+@pytest.mark.parametrize(
+    ("handlers", "saves", "message"),
+    [
+        ("EventRecorder", "null", "there is no Checkpointer; add Checkpointer to `handlers`"),
+        ("EventRecorder, tiny.Own, Checkpointer", "null", r"2 Checkpointers: handlers\[1\], handlers\[2\]; leave one"),
+        ("EventRecorder, Checkpointer", "2", r"2 Checkpointers: training\.save_every_n_epochs, handlers\[1\]"),
+        ("EventRecorder, tiny.Own", "null", None),
+        ("EventRecorder, pulsetrain.handlers.Checkpointer", "null", None),
+        ("EventRecorder, handlers.checkpointer.Checkpointer", "null", None),
+        ("EventRecorder, tiny.made", "null", None),
+        ("EventRecorder", "2", None),
+    ],
+)
+def test_trials_that_could_not_resume_are_refused(base: Path, handlers: str, saves: str, message: str | None) -> None:
+    (base / "tiny.py").write_text(
+        "from pulsetrain.handlers import Checkpointer\ndef net(width): ...\ndef loaders(): ...\n"
+        "class Own(Checkpointer): ...\ndef made(folder): return Checkpointer(folder)\n"
+    )
+    text = CONFIG.replace("seed: 3", f"seed: 3, save_every_n_epochs: {saves}").partition("handlers:")[0]
+    (base / "base.yaml").write_text(f"{text}handlers: [{handlers}]\n")
+    spec = read_spec(written(base))
+    if message is None:
+        check_settings(spec)
+        return
+    with pytest.raises(ConfigurationError, match=rf"^\S*base\.yaml: handlers: .*{message}"):
+        check_settings(spec)
+    check_settings(replace(spec, replay=("runs/a",)))  # whose runs are not resumed
+
+
+def test_a_checkpointer_may_be_added_by_a_setting_that_varies(base: Path) -> None:
+    (base / "base.yaml").write_text(f"{CONFIG.partition('handlers:')[0]}handlers: [EventRecorder]\n")
+    check_settings(read_spec(written(base, space="{training.save_every_n_epochs: [1, 2]}")))
+
+
 def test_a_folder_cannot_be_varied(base: Path) -> None:
     spec = read_spec(written(base, space="{handlers.Checkpointer.folder: [a, b]}"))
     with pytest.raises(ConfigurationError, match=r"space\.handlers\.Checkpointer\.folder=\['a', 'b'\]: .*own run"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import socket
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -69,6 +70,25 @@ def test_a_failure_of_the_storage_is_reported_without_the_statement(tmp_path: Pa
     with pytest.raises(ConfigurationError) as caught, storage_errors(spec):
         study.ask()
     assert "sweep.sqlite cannot be read or written: no such table: trials;" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("hunter2@127.0.0.1:{port}/127", "failed: Connection refused; put that right"),
+        ("hun@ter2@no.invalid/a", "'[redacted]@no.invalid'"),
+        ("h%75nter2@127.0.0.1:{port}/a?sslmode=hunter2", 'sslmode value: "[redacted]"'),
+    ],
+)
+def test_a_server_that_cannot_be_used_says_why_without_the_password(tmp_path: Path, location: str, reason: str) -> None:
+    pytest.importorskip("psycopg", reason="pip install 'pulsetrain[postgresql]'")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"postgresql://me:{location.format(port=unused.getsockname()[1])}"
+        with pytest.raises(ConfigurationError, match="the PostgreSQL server cannot be read or written: ") as caught:
+            open_study(replace(SPEC, folder=str(tmp_path), storage=url))
+    assert reason in str(caught.value)
+    assert "ter2" not in str(caught.value)
 
 
 def test_other_errors_are_not_the_storage_s(tmp_path: Path) -> None:
