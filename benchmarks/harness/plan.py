@@ -28,7 +28,7 @@ ALL: dict[str, list[str]] = {
     "distributed": ["--iterations", "400"],
     "handlers": ["--tokens", "120000"],
     "language_model": ["--iterations", "200", "--growth", "2000"],
-    "language_model_jax": ["--only", "ours, the demo's handlers", "--turn", "25", "--every", "125"],
+    "language_model_jax": ["--only", "ours, the demo's handlers", "--turn", "5", "--every", "125", "--rounds", "1"],
     "many_ranks": ["--runs", "20"],
     "recorder": ["--rounds", "3"],
     "serve": ["--runs", "50"],
