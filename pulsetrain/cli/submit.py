@@ -94,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> Submission:
     try:
         if arguments.to != "kubernetes":  # where the image, not this machine, has what the configuration imports
             resolve(arguments.config, settings)
-        check_resumable(arguments.config, settings, imports=arguments.to != "kubernetes")
+        check_resumable(config, arguments.config, imports=arguments.to != "kubernetes")
         if arguments.to == "local":
             find_device((config.get("training") or {}).get("device", "auto"))
         layout = layout_of(config, arguments.settings)

@@ -9,7 +9,6 @@ from typing import Any
 from pulsetrain.configuration.class_paths import find, look_in
 from pulsetrain.configuration.instantiate import spec_of
 from pulsetrain.configuration.names_0_1 import current_path
-from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.engine.errors import ConfigurationError
@@ -18,19 +17,18 @@ from pulsetrain.handlers import Checkpointer
 __all__ = ["check_resumable"]
 
 
-def check_resumable(path: Path, overrides: Mapping[str, str], *, imports: bool = True) -> None:
+def check_resumable(config: Mapping[str, Any], path: Path, *, imports: bool = True) -> None:
     """Refuse a configuration without exactly one Checkpointer. A function that makes a handler may make one.
 
     Args:
-        path: the configuration file.
-        overrides: values as YAML text, by dotted key, as for `read_config`.
+        config: as `read_config` returns it.
+        path: its file.
         imports: whether this machine has the code that the configuration names; else a handler of the user's may be a
             Checkpointer, too.
 
     Raises:
-        ConfigurationError: it has none or several; or it cannot be read, or a handler cannot be imported.
+        ConfigurationError: it has none or several, or a handler cannot be imported.
     """
-    config = read_config(path, overrides)
     if imports:
         look_in(base_of(path.parent))
     found = dict(_checkpointers(config, imports=imports))

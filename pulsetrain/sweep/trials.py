@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.configuration.messages import as_yaml, unknown
+from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.resolve import resolve
 from pulsetrain.configuration.resumable import check_resumable
 from pulsetrain.configuration.yaml_text import yaml_word
@@ -180,7 +181,8 @@ def check_settings(spec: Spec, *, imports: bool = True) -> None:
     if not spec.replay:
         added = [{name: value} for name, value in _tried(spec) if name == "training.save_every_n_epochs"]
         for params in added or [{}]:
-            check_resumable(Path(spec.config), settings_of(spec, params), imports=imports)
+            path = Path(spec.config)
+            check_resumable(read_config(path, settings_of(spec, params)), path, imports=imports)
 
 
 def _tried(spec: Spec) -> Iterator[tuple[str, Any]]:
