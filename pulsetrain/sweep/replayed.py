@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import MISSING, asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.config import BOUNDS
+from pulsetrain.config import BOUNDS, TrainingConfig
 from pulsetrain.configuration.parse import differences
 from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.configuration.yaml_text import read_yaml
+from pulsetrain.engine import Every
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
@@ -34,6 +36,16 @@ _NOTED = ("handlers", "metrics", *(f"training.{name}" for name in (
     "seed",
 )))  # fmt: skip
 """Settings in which a replayed run may differ from the configuration, with a note; others change what is trained."""
+
+
+def _as_written(default: object) -> object:
+    """A default of a setting as a configuration would give it."""
+    if isinstance(default, Every):
+        return {name: value for name, value in asdict(default).items() if value is not None}
+    return list(default) if isinstance(default, tuple) else default
+
+
+_DEFAULTS = {each.name: _as_written(each.default) for each in fields(TrainingConfig) if each.default is not MISSING}
 
 
 def check_replay(spec: Spec) -> None:
@@ -141,7 +153,7 @@ def recorded_runs(spec: Spec) -> list[str] | None:
 
 def _compared(config: dict[str, Any], base: dict[str, Any], without: set[str]) -> dict[str, Any]:
     """What has to be the same in the sweep's configuration and in that of a recorded run."""
-    training = dict(config.get("training") or {})
+    training = {**_DEFAULTS, **(config.get("training") or {})}
     if (base.get("training") or {}).get("seed") is None:
         training.pop("seed", None)
     handlers = [each for each in config.get("handlers") or () if name_of(each) not in without]

@@ -229,6 +229,19 @@ def test_runs_of_the_configuration_answer_without_a_note(base: Path, capsys: Str
     assert capsys.readouterr().err.count("note") == 1
 
 
+@pytest.mark.parametrize(
+    ("setting", "default"), [("accumulate", 1), ("precision", "fp32"), ("validate_every", {"epochs": 1})]
+)
+def test_a_default_that_only_the_run_gives_does_not_count(
+    setting: str, default: object, base: Path, capsys: Streams
+) -> None:
+    config = read_config(Path("base.yaml"), {})
+    assert setting not in config["training"]
+    configure(base / "runs" / "a", config, **{setting: default})
+    assert sweep(SWEEP + "replay: [runs/a]\n") == 0
+    assert capsys.readouterr().err.count("note") == 1
+
+
 def test_archives_answer_as_their_runs_do(base: Path, capsys: Streams) -> None:
     configure(base / "runs" / "b", read_config(Path("base.yaml"), {}), seed=7)
     assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
