@@ -66,6 +66,7 @@ class ControlGroup:
         self.ranks, self.timeout = ranks, timeout
         self.calls: int = 0  # collectives so far
         self._group, self._store = group, store
+        self._unfinished = 0  # collectives that have begun and not ended, or have failed
         self._waits = 0  # for the main process
         self._busy = 0  # blocks of `busy` that this rank is in
         others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
@@ -107,11 +108,13 @@ class ControlGroup:
         begun: list[torch.distributed.Work] = []
         start = partial(torch.distributed.all_reduce, vector, group=self._group, async_op=True)
         self._meet(what, lambda: begun.append(start()))
+        self._unfinished += 1
 
         def wait() -> list[float]:
             if begun:
                 self._explain(what, lambda: self._wait(begun[0]))
                 begun.clear()
+                self._unfinished -= 1
                 if vector[0].item() != float(tag) * self.ranks.world_size:
                     raise self._found_by_one(lambda: self._elsewhere(what, self._places())) or self._elsewhere(what, {})
             return vector[1 : 1 + len(values)].tolist()
@@ -353,6 +356,15 @@ class ControlGroup:
             "batches, or a handler acts in one of them alone"
         )
 
+    def close(self) -> None:
+        """Let go of torch's group, whose threads end with it: no collective may follow.
+
+        They release tensors after a collective has ended. While Python shuts down, that would abort the process. Where
+        a collective has not ended, they would wait for its other ranks, so they are left alone.
+        """
+        if not self._unfinished:
+            del self._group
+
     def _wait(self, work: torch.distributed.Work) -> None:
         """Wait until a collective has ended: as long as the timeout, and as long as another rank is busy."""
         slice = min(self.timeout, _SLICE)
@@ -379,7 +391,9 @@ class ControlGroup:
 
     def _meet(self, what: str, run: Callable[[], object]) -> None:
         self.calls += 1
+        self._unfinished += 1
         self._explain(what, lambda: self._note(what), run)
+        self._unfinished -= 1
 
     def _note(self, what: str) -> None:
         """For the others: to which collective this rank has come."""

@@ -23,6 +23,7 @@ __all__ = ["Failure", "FailureBoard", "Warden", "look_interval"]
 _FIRST, _FINDER, _READ, _ALIVE, _DONE = "failure/first", "failure/finder", "failure/read/", "alive/", "done/"
 _READING = 3.0  # seconds that the others have for it
 _POLL = 0.05  # seconds
+_LEAVING = 1.0  # seconds that a warden's thread has for its last requests
 _LIMIT = 20_000  # characters of a traceback, which a store holds in memory
 _STORE_RATE = 10_000.0  # requests a second to one store, by all ranks together, for one purpose
 _OF_A_LOOK = 4  # requests of a warden's look
@@ -232,6 +233,7 @@ class Warden:
     def stop(self) -> None:
         """The run has ended."""
         self._ended.set()
+        self._thread.join(_LEAVING)  # inside the store while Python shuts down, it would abort the process
         self._board.leave()
 
     def _watch(self) -> None:

@@ -63,7 +63,6 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
             torch.cuda.set_device(started().local_rank % torch.cuda.device_count())
         torch.distributed.init_process_group(store=store, rank=found.rank, world_size=found.world_size)
         _made_default = True
-        atexit.register(leave)
     group = torch.distributed.group.WORLD
     if _joined is None or _joined[0] is not group:
         gloo = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
@@ -71,6 +70,7 @@ def join(timeout: float = TIMEOUT) -> ControlGroup:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         shared = PrefixStore(f"pulsetrain-{start}", _store_beside(found, timeout) if store is None else store)
         _joined = group, ControlGroup(found, gloo, shared, timeout, host=None if _has_launcher() else 0)
+        atexit.register(leave)
     return _joined[1]
 
 
@@ -91,8 +91,10 @@ def busy() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave torch's default group, if `join` has made it."""
+    """Leave the group of `join`, and torch's default one, if `join` has made it."""
     global _joined, _made_default
+    if _joined is not None:
+        _joined[1].close()
     _joined = None
     if _made_default and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -63,3 +63,19 @@ def test_a_process_that_has_lost_the_launcher_is_ended():
     assert left.wait(10.0)
     assert "the launcher" in str(found[0])
     warden.stop()
+
+
+def test_no_thread_asks_the_store_while_python_shuts_down():
+    asked, answer = threading.Event(), threading.Event()
+
+    class Slow(Ending):
+        def add(self, key: str, amount: int) -> Any:
+            asked.set()
+            answer.wait(0.3)
+            return super().add(key, amount)
+
+    warden = Warden(FailureBoard(Slow(), rank=0), 1, interval=0.01)
+    warden.start()
+    assert asked.wait(10.0)
+    warden.stop()
+    assert "pulsetrain-warden" not in [each.name for each in threading.enumerate()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,39 @@ def test_ranks_agree_in_a_group_beside_torchs(own_group: bool):
     for ended in in_processes(body, own_group=own_group):
         assert ended.error == ""
         assert ended.value == ([1.0, 1.0], ["rank 0", "rank 1"], 0, [0.0] * 3, True, own_group)
+
+
+def _collective_threads() -> int:
+    """How many threads of gloo there are, which release tensors after a collective."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo_runloop" in name for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads by name in /proc")
+@pytest.mark.parametrize("own_group", [False, True], ids=["from the environment", "group of the user's"])
+def test_no_thread_of_the_group_is_left_while_python_shuts_down(own_group: bool):
+    def body(rank: int) -> Any:
+        control = join()
+        control.gather(rank)
+        during = _collective_threads()
+        leave()
+        if own_group:
+            torch.distributed.destroy_process_group()
+        return during > 0, _collective_threads(), control.ranks.world_size
+
+    found = in_processes(body, own_group=own_group)
+    assert [(each.error, each.value) for each in found] == [("", (True, 0, 2))] * 2
+
+
+def test_a_process_leaves_while_a_collective_waits_for_another_one():
+    def body(rank: int) -> Any:
+        control = join()
+        control.barrier()
+        ended = control.start_sum([1.0]) if rank == 0 else None
+        leave()
+        return ended is not None
+
+    assert [(each.error, each.value) for each in in_processes(body, limit=30.0)] == [("", True), ("", False)]
 
 
 @pytest.mark.slow
