@@ -153,9 +153,9 @@ def test_a_fork_of_a_run_whose_handler_cannot_be_detached(
     workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(workdir)
-    (workdir / "plain.py").write_text("class Plain:\n    def attach(self, engine):\n        pass\n")
+    (workdir / "without_detach.py").write_text("class Plain:\n    def attach(self, engine):\n        pass\n")
     config = workdir / "a" / "config.yaml"
-    config.write_text(config.read_text().replace("handlers:\n", "handlers:\n- plain.Plain\n"))
+    config.write_text(config.read_text().replace("handlers:\n", "handlers:\n- without_detach.Plain\n"))
     assert main(["fork", "a", "--at", "20", "--into", "b"]) == 0, capsys.readouterr().err
 
 
