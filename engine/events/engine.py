@@ -379,7 +379,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
                     yield
                 if counter == state.epoch_length:
                     break
-                if state.iteration == state.max_iters:
+                if state.max_iters is not None and state.iteration == state.max_iters:
                     self._termination_reason = f"{self.describe_bound()} was reached"
                     self._terminate = True
                     raise StopRun
