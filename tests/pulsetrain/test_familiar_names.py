@@ -11,8 +11,9 @@ import pytest
 
 from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig, handlers
 from pulsetrain.configuration.instantiate import instantiate
-from pulsetrain.engine import ConfigurationError
+from pulsetrain.engine import ConfigurationError, Every
 from pulsetrain.engine.argument_checks import remedies_of
+from pulsetrain.engine.schedules import Cosine
 from pulsetrain.familiar_names import OF_CONFIG, OF_TRAIN, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
 
@@ -150,6 +151,10 @@ def test_each_remedy_names_what_exists(kind: type, names: dict[str, str]):
         (handlers.LRMonitor, "log_momentum", "pass momentum=True"),
         (handlers.ReduceLROnPlateau, "min_delta", "pass threshold=..., threshold_mode='abs'"),
         (handlers.TimeLimit, "duration", "pass seconds='2h'"),
+        (handlers.GradientMonitor, "log_every_n_steps", "pass every=Every(updates=100)"),
+        (handlers.GradientMonitor, "every_n_epochs", "pass every=Every(updates=100)"),
+        (handlers.LossSpikeGuard, "monitor", "pass metric='loss'"),
+        (handlers.LossSpikeGuard, "save_freq", "pass every=Every(epochs=1) or Every(iterations=100)"),
     ],
 )
 def test_a_keyword_of_a_handler(kind: type, keyword: str, remedy: str):
@@ -171,6 +176,23 @@ def test_each_remedy_names_a_parameter_that_the_handler_has(name: str):
         without_calls = re.sub(r"\b\w+\([^()]*\)", "", remedy)
         assert parameters.keys() >= set(re.findall(r"\b(\w+)=", without_calls)), (keyword, remedy)
         assert keyword not in parameters
+
+
+@pytest.mark.parametrize("name", sorted(set(handlers.__all__) - {"Callback"}))
+def test_each_value_that_a_remedy_writes_out_is_accepted(name: str, tmp_path: Path):
+    kind = getattr(handlers, name)
+    parameters = inspect.signature(kind).parameters
+    needed = {"folder": tmp_path, "prompts": "a", "project": "p", "seconds": 60}
+    needed |= {"schedule": Cosine(0.1, total_steps=10), "callbacks": [], "metric": "loss", "after_epoch": 1}
+    given = {name: value for name, value in needed.items() if name in parameters}
+    names = {"Every": Every, "BestModel": handlers.BestModel, "NaNGuard": handlers.NaNGuard}
+    for remedy in set(remedies_of(kind).values()):
+        _, _, other = remedy.partition("add the handler ")
+        if other:
+            eval(other, names)
+            continue
+        for argument, value in re.findall(r"(?:\b(\w+)=|\bor )('[^']*'|True|Every\(\w+=\d+\))", remedy):
+            kind(**given | {argument or "every": eval(value, names)})
 
 
 def test_a_configuration_answers_keywords_of_handlers_too():
