@@ -14,6 +14,7 @@ from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.engine import ConfigurationError, Every
 from pulsetrain.engine.argument_checks import remedies_of
 from pulsetrain.engine.schedules import Cosine
+from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.familiar_names import OF_CONFIG, OF_TRAIN, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
 
@@ -249,6 +250,21 @@ def test_a_strategy_of_lightning_is_answered_with_how_to_use_several_processes(n
     assert str(caught.value).startswith(f"Trainer(strategy='{name}'): ")
     assert remedy in str(caught.value)
     assert ("optimised" in str(caught.value)) == ("did you mean" not in str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("ddp", "leave it out, and start several processes with torchrun or `pulsetrain train --launch.nproc N`"),
+        ("fsdp", "leave it out, start several .*, and set parallel: {shard: N}"),
+        ("deepspeed_stage_2", "leave it out, start several .*, and set parallel: {shard: N}"),
+        ("model_parallel", "leave it out, start several .*, and set parallel: {tensor: N}"),
+    ],
+)
+def test_such_a_strategy_of_a_configuration_is_answered_too(name: str, remedy: str):
+    rule = rf"^strategy: class_path='{name}': strategy is what is optimised, not how devices share the work; {remedy}$"
+    with pytest.raises(ConfigurationError, match=rule):
+        instantiate(name, "strategy", STRATEGIES)
 
 
 @pytest.mark.parametrize("arguments", [{"optimizer": "AdamW"}, {"config": TrainingConfig(optimizer="AdamW")}])
