@@ -9,6 +9,7 @@ from pulsetrain.engine.argument_checks import answer_unknown_keywords
 
 __all__ = [
     "OF_CONFIG",
+    "OF_EVALUATION",
     "OF_TRAIN",
     "OF_TRAINER",
     "SETTINGS",
@@ -122,6 +123,19 @@ OF_TRAIN = {
     ),
 }  # fmt: skip
 """What to write in place of a keyword that Trainer.train does not have."""
+
+OF_EVALUATION = {
+    **_all(
+        "pass loader=...",
+        "dataloaders", "dataloader", "test_dataloaders", "test_loader", "val_dataloaders", "val_loader", "data", "x",
+    ),
+    **_all("pass loader=DataLoader(...)", "dataset", "test_dataset", "eval_dataset", "datamodule"),
+    **_all("call load_checkpoint(path) before", "ckpt_path", "checkpoint", "weights"),
+    **_all("leave it out: the Trainer has a model", "model"),
+    **_all("leave it out", "verbose"),
+    **_all("choose the batch size of the DataLoader", "batch_size"),
+}  # fmt: skip
+"""What to write in place of a keyword that Trainer.validate, test and predict do not have."""
 
 _SEVERAL_PROCESSES = "start several processes with torchrun or `pulsetrain train --launch.nproc N`"
 _DISTRIBUTED = {  # to the argument of Topology, or the setting of the section parallel; "" where none is needed

@@ -15,7 +15,7 @@ from pulsetrain.engine import ConfigurationError, Every
 from pulsetrain.engine.argument_checks import remedies_of
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.engine.strategies import STRATEGIES
-from pulsetrain.familiar_names import OF_CONFIG, OF_TRAIN, OF_TRAINER
+from pulsetrain.familiar_names import OF_CONFIG, OF_EVALUATION, OF_TRAIN, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,6 +62,26 @@ def test_a_keyword_of_train(keyword: str, remedy: str):
         trainer.train(**{keyword: 1})  # type: ignore[arg-type]
     assert str(caught.value) == f"Trainer.train({keyword}=1): is not an argument; {remedy}"
     assert [*inspect.signature(trainer.train).parameters] == ["resume", "wait"]
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [
+        ("dataloaders", "pass loader=..."),
+        ("eval_dataset", "pass loader=DataLoader(...)"),
+        ("ckpt_path", "call load_checkpoint(path) before"),
+        ("loadr", "did you mean 'loader'?"),
+    ],
+)
+def test_a_keyword_of_an_evaluation(method: str, keyword: str, remedy: str):
+    trainer = Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(progress=False))
+    with pytest.raises(TypeError) as caught:
+        getattr(trainer, method)(**{keyword: 1})
+    assert str(caught.value) == f"Trainer.{method}({keyword}=1): is not an argument; {remedy}"
+    parameters = inspect.signature(getattr(trainer, method)).parameters
+    assert "loader" in parameters
+    assert not parameters.keys() & OF_EVALUATION.keys()
 
 
 def test_each_remedy_of_train_names_a_parameter_of_the_trainer():
