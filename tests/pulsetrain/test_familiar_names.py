@@ -24,25 +24,28 @@ SETTINGS = set(inspect.signature(TrainingConfig).parameters)
 
 
 @pytest.mark.parametrize(
-    ("keyword", "remedy"),
+    ("kind", "keyword", "remedy"),
     [
-        ("lr", "pass config=TrainingConfig(learning_rate=...)"),
-        ("epochs", "pass config=TrainingConfig(max_epochs=...)"),
-        ("max_epochs", "pass config=TrainingConfig(max_epochs=...)"),
-        ("loss", "pass strategy=SupervisedStrategy('mse')"),
-        ("device", "pass config=TrainingConfig(device=...)"),
-        ("devices", "start processes with torchrun or `pulsetrain train --launch.nproc N`"),
-        ("save_steps", "use the handler Checkpointer(folder, every=..., keep_last=...)"),
-        ("val_dataloaders", "pass val_loader=..."),
-        ("resume", "call train(resume='latest')"),
-        ("val_loadr", "did you mean 'val_loader'?"),
+        (Trainer, "lr", "pass config=TrainingConfig(learning_rate=...)"),
+        (Trainer, "epochs", "pass config=TrainingConfig(max_epochs=...)"),
+        (Trainer, "max_epochs", "pass config=TrainingConfig(max_epochs=...)"),
+        (Trainer, "loss", "pass strategy=SupervisedStrategy('mse')"),
+        (Trainer, "device", "pass config=TrainingConfig(device=...)"),
+        (Trainer, "devices", "start processes with torchrun or `pulsetrain train --launch.nproc N`"),
+        (Trainer, "save_steps", "use the handler Checkpointer(folder, every=..., keep_last=...)"),
+        (Trainer, "val_dataloaders", "pass val_loader=..."),
+        (Trainer, "resume", "call train(resume='latest')"),
+        (Trainer, "val_loadr", "did you mean 'val_loader'?"),
+        (TrainingConfig, "lr", "set learning_rate=..."),
+        (TrainingConfig, "epochs", "set max_epochs=..."),
+        (TrainingConfig, "max_epoch", "did you mean 'max_epochs'?"),
     ],
 )
-def test_a_keyword_of_the_trainer(keyword: str, remedy: str):
-    arguments: dict[str, Any] = {keyword: 1}
+def test_a_keyword_of_the_trainer_or_the_configuration(kind: type, keyword: str, remedy: str):
+    needed = (tiny_model(), tiny_loader()) if kind is Trainer else ()
     with pytest.raises(TypeError) as caught:
-        Trainer(tiny_model(), tiny_loader(), **arguments)
-    assert str(caught.value).startswith(f"Trainer({keyword}=1): is not an argument; ")
+        kind(*needed, **{keyword: 1})
+    assert str(caught.value).startswith(f"{kind.__name__}({keyword}=1): is not an argument; ")
     assert remedy in str(caught.value)
 
 
@@ -105,18 +108,6 @@ def test_a_keyword_of_the_strategy(keyword: str, remedy: str):
     with pytest.raises(TypeError) as caught:
         SupervisedStrategy(**{keyword: "mse"})  # type: ignore[arg-type]
     assert str(caught.value) == f"SupervisedStrategy({keyword}='mse'): is not an argument; {remedy}"
-
-
-@pytest.mark.parametrize(
-    ("keyword", "remedy"),
-    [("lr", "set learning_rate=..."), ("epochs", "set max_epochs=..."), ("max_epoch", "did you mean 'max_epochs'?")],
-)
-def test_a_keyword_of_the_configuration(keyword: str, remedy: str):
-    arguments: dict[str, Any] = {keyword: 1}
-    with pytest.raises(TypeError) as caught:
-        TrainingConfig(**arguments)
-    assert str(caught.value).startswith(f"TrainingConfig({keyword}=1): is not an argument; ")
-    assert remedy in str(caught.value)
 
 
 @pytest.mark.parametrize(
