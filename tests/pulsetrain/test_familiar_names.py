@@ -111,6 +111,36 @@ def test_a_keyword_of_the_strategy(keyword: str, remedy: str):
 
 
 @pytest.mark.parametrize(
+    ("name", "keyword", "remedy"),
+    [
+        ("dpo", "ref_model", "pass reference=..."),
+        ("kto", "betta", "did you mean 'beta'?"),
+        ("cpo", "cpo_alpha", "pass sft_weight=..."),
+        ("grpo", "num_generations", "pass group_size=..."),
+        ("grpo", "beta", "pass kl_coef=..."),
+        ("ppo", "gae_lambda", "pass lam=..."),
+        ("ppo", "clip_range_vf", "pass value_clip_range=..."),
+        ("reward_model", "center_rewards_coefficient", "pass center_coef=..."),
+        ("sft", "label_smoothing", "pass loss_options=..."),
+    ],
+)
+def test_a_keyword_of_a_strategy_of_language_models_or_policies(name: str, keyword: str, remedy: str):
+    kind: Any = STRATEGIES[name]
+    with pytest.raises(TypeError) as caught:
+        kind(**{keyword: 1})
+    assert str(caught.value) == f"{kind.__name__}({keyword}=1): is not an argument; {remedy}"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_answers_keywords_that_it_does_not_have(name: str):
+    kind: Any = STRATEGIES[name]
+    parameters = inspect.signature(kind).parameters
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(nonsense=1\): is not an argument$"):
+        kind(nonsense=1)
+    assert not parameters.keys() & remedies_of(kind).keys()
+
+
+@pytest.mark.parametrize(
     ("name", "remedy"),
     [
         ("fit", "call train()"),
