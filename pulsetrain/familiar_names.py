@@ -9,6 +9,7 @@ from pulsetrain.engine.argument_checks import answer_unknown_keywords
 
 __all__ = [
     "OF_CONFIG",
+    "OF_EVALUATION",
     "OF_TRAIN",
     "OF_TRAINER",
     "SETTINGS",
@@ -123,12 +124,24 @@ OF_TRAIN = {
 }  # fmt: skip
 """What to write in place of a keyword that Trainer.train does not have."""
 
+OF_EVALUATION = {
+    **_all(
+        "pass loader=...",
+        "dataloaders", "dataloader", "test_dataloaders", "test_loader", "val_dataloaders", "val_loader", "data", "x",
+    ),
+    **_all("pass loader=DataLoader(...)", "dataset", "test_dataset", "eval_dataset", "datamodule"),
+    **_all("call load_checkpoint(path) before", "ckpt_path", "checkpoint", "weights"),
+    **_all("leave it out: the Trainer has a model", "model"),
+    **_all("leave it out", "verbose"),
+    **_all("choose the batch size of the DataLoader", "batch_size"),
+}  # fmt: skip
+"""What to write in place of a keyword that Trainer.validate, test and predict do not have."""
+
 _SEVERAL_PROCESSES = "start several processes with torchrun or `pulsetrain train --launch.nproc N`"
-_WITH_TOPOLOGY = f"leave it out, {_SEVERAL_PROCESSES}, and pass backend=TorchBackend(topology=Topology({{}}))"
-_DISTRIBUTED = {
-    **_all(f"leave it out, and {_SEVERAL_PROCESSES}", "auto", "single", "ddp", "dp", "horovod", "xla"),
-    **_all(_WITH_TOPOLOGY.format("shard=N"), "fsdp", "fsdp2", "deepspeed"),
-    **_all(_WITH_TOPOLOGY.format("tensor=N"), "model_parallel"),
+_DISTRIBUTED = {  # to the argument of Topology, or the setting of the section parallel; "" where none is needed
+    **_all("", "auto", "single", "ddp", "dp", "horovod", "xla"),
+    **_all("shard", "fsdp", "fsdp2", "deepspeed"),
+    **_all("tensor", "model_parallel"),
 }
 
 _ATTRIBUTES = {
@@ -180,14 +193,26 @@ def familiar_setting(name: str) -> str | None:
     return None if setting is None else f"training.{setting.partition('=')[0]}"
 
 
-def how_to_distribute(strategy: str) -> str | None:
+def how_to_distribute(strategy: str, *, in_file: bool = False) -> str | None:
     """What to do in place of passing another framework's name for the use of devices; None for any other name.
 
-    >>> how_to_distribute("ddp_spawn")
-    'leave it out, and start several processes with torchrun or `pulsetrain train --launch.nproc N`'
+    >>> print(how_to_distribute("deepspeed_stage_2", in_file=True))
+    strategy is what is optimised, not how devices share the work; leave it out, start several processes with torchrun \
+or `pulsetrain train --launch.nproc N`, and set parallel: {shard: N}
+
+    Args:
+        strategy: the name.
+        in_file: whether a configuration file gives it, and not an argument.
     """
     name = strategy.lower()
-    return _DISTRIBUTED.get(name) or _DISTRIBUTED.get(name.partition("_")[0])  # ddp_spawn, deepspeed_stage_2
+    part = _DISTRIBUTED.get(name, _DISTRIBUTED.get(name.partition("_")[0]))  # ddp_spawn, deepspeed_stage_2
+    if part is None:
+        return None
+    rule = "strategy is what is optimised, not how devices share the work; leave it out, "
+    if not part:
+        return f"{rule}and {_SEVERAL_PROCESSES}"
+    shares = f"set parallel: {{{part}: N}}" if in_file else f"pass backend=TorchBackend(topology=Topology({part}=N))"
+    return f"{rule}{_SEVERAL_PROCESSES}, and {shares}"
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:

@@ -65,6 +65,7 @@ from pulsetrain.training.arguments import (
 )
 from pulsetrain.training.attaching import attach_handlers, attach_rollouts
 from pulsetrain.training.evaluated_run import EvaluatedRun
+from pulsetrain.training.evaluator import check_sets
 from pulsetrain.training.fixed import fix
 from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.no_data import NoTrainingData
@@ -73,7 +74,7 @@ from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_driver import RunDriver
 from pulsetrain.training.run_length import RunLength
 from pulsetrain.training.stepper import Stepper
-from pulsetrain.training.validation import Evaluation, Validator, check_sets
+from pulsetrain.training.validation import Evaluation, Validator
 
 if TYPE_CHECKING:
     from pulsetrain.engine.step.backend import ModelStore

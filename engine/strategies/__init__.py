@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+from pulsetrain.engine.argument_checks import answer_unknown_keywords
 from pulsetrain.engine.step.protocols import TrainingStrategy
 from pulsetrain.engine.strategies.dpo import DPOStrategy
 from pulsetrain.engine.strategies.episodic_lstm import EpisodicLSTM
+from pulsetrain.engine.strategies.familiar_names import remedies_for
 from pulsetrain.engine.strategies.gaussian_head import GaussianHead
 from pulsetrain.engine.strategies.grpo import GRPOStrategy
 from pulsetrain.engine.strategies.kto import KTOStrategy
@@ -48,3 +50,9 @@ STRATEGIES: dict[str, Callable[[], TrainingStrategy]] = {
     "ppo": PPOStrategy,
     "grpo": GRPOStrategy,
 }
+
+for _kind in (
+    *(PretrainStrategy, SFTStrategy, DPOStrategy, CPOStrategy, SimPOStrategy, ORPOStrategy, KTOStrategy),
+    *(RewardModelStrategy, PPOStrategy, GRPOStrategy),
+):
+    answer_unknown_keywords(_kind, remedies_for(_kind))

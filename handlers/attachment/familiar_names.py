@@ -7,23 +7,25 @@ from collections.abc import Mapping
 
 __all__ = ["remedies_for"]
 
-_EVERY_FEW = "pass every=Every(epochs=1) or Every(iterations=100)"
 _FOLDER = (
     *("dirpath", "dirname", "filepath", "save_dir", "log_dir", "logdir", "logging_dir", "output_dir", "backup_dir"),
     *("checkpoint_dir", "default_root_dir", "directory", "path", "filename"),
 )
+_METRIC = ("monitor", "metric_for_best_model", "metric_name", "score_name", "score_function")
+_EPOCHS = ("every_n_epochs",)
+_UPDATES = ("every_n_train_steps", "save_steps", "eval_steps", "update_every_n_steps")
+_ITERATIONS = ("log_every_n_steps", "logging_steps", "log_freq", "log_interval", "every_n_steps")
+_SECONDS = ("train_time_interval",)
+_ANY_CADENCE = ("save_freq", "update_freq", "logging_interval", "period", "save_strategy")
 _BEST_WEIGHTS = ("restore_best_weights", "load_best_model_at_end")
 
 # parameters that the handler needs to have, what to write in place of the name, and the names in Lightning, Keras,
 # transformers, ignite, torch and wandb; the first that fits counts
 _REMEDIES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (
-        ("metric",),
-        "pass metric='val/loss'",
-        ("monitor", "metric_for_best_model", "metric_name", "score_name", "score_function"),
-    ),
+    (("metric", "max_rewinds"), "pass metric='loss'", _METRIC),  # of the steps, not of validations
+    (("metric",), "pass metric='val/loss'", _METRIC),
     (("metric", "mode"), "pass mode='max' or mode='min'", ("greater_is_better",)),
-    (("metric",), "leave it out: a metric that is never reported is an error", ("strict",)),
+    (("metric", "mode"), "leave it out: a metric that is never reported is an error", ("strict",)),
     (("keep_best", "metric"), "pass keep_best=..., with metric='val/loss'", ("save_top_k",)),
     (("keep_best", "metric"), "pass metric='val/loss': the best is kept beside the last ones", ("save_best_only",)),
     (("keep_last", "keep_best"), "pass keep_last=..., or keep_best=... with a metric", ("n_saved",)),
@@ -32,19 +34,16 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("keep_last",), "leave it out; BestModel('val/loss', folder=...) writes weights alone", ("save_weights_only",)),
     (("keep_last", "name"), "pass name=...", ("filename", "filename_prefix")),
     (("folder",), "pass folder=...", _FOLDER),
-    (("every",), "pass every=Every(epochs=1)", ("every_n_epochs",)),
-    (
-        ("every",),
+    (  # of gradients, which are complete only at an update
+        ("every", "norm_type"),
         "pass every=Every(updates=100)",
-        ("every_n_train_steps", "save_steps", "eval_steps", "update_every_n_steps"),
+        (*_EPOCHS, *_UPDATES, *_ITERATIONS, *_SECONDS, *_ANY_CADENCE),
     ),
-    (("every",), "pass every=Every(seconds=600)", ("train_time_interval",)),
-    (("every",), _EVERY_FEW, ("save_freq", "update_freq", "logging_interval", "period", "save_strategy")),
-    (
-        ("every",),
-        "pass every=Every(iterations=100)",
-        ("log_every_n_steps", "logging_steps", "log_freq", "log_interval", "every_n_steps"),
-    ),
+    (("every",), "pass every=Every(epochs=1)", _EPOCHS),
+    (("every",), "pass every=Every(updates=100)", _UPDATES),
+    (("every",), "pass every=Every(iterations=100)", _ITERATIONS),
+    (("every",), "pass every=Every(seconds=600)", _SECONDS),
+    (("every",), "pass every=Every(epochs=1) or Every(iterations=100)", _ANY_CADENCE),
     (("patience",), "pass patience=...", ("early_stopping_patience",)),
     (("min_delta",), "pass min_delta=...", ("early_stopping_threshold", "threshold")),
     (("patience", "min_delta"), "leave it out, and add the handler NaNGuard()", ("check_finite",)),

@@ -99,6 +99,7 @@ class BestModel(Handler):
         Raises:
             RecordingError: the engine is a replay.
             ConfigurationError: it has no torch model; the trainer never validates; or another BestModel restores.
+            MetricNotFoundError: the trainer has validation sets, and the metric is named after none of them.
             RunFolderError: the folder cannot be written.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:

@@ -142,6 +142,7 @@ class Checkpointer(Handler):
             TypeError: the engine has no `checkpoint_state()` to save.
             RuntimeError: attached already.
             ConfigurationError: the trainer never validates, and has no rollouts that could report the metric.
+            MetricNotFoundError: the trainer has validation sets, and the metric is named after none of them.
         """
         if not hasattr(engine, "checkpoint_state"):
             raise TypeError(

@@ -117,6 +117,7 @@ class HuggingFaceExporter(Handler):
             RecordingError: the engine is a replay.
             ConfigurationError: its model has no save_pretrained(); it is sharded and its adapters are to be merged; or
                 the trainer never validates, and has no rollouts that could report the metric.
+            MetricNotFoundError: the trainer has validation sets, and the metric is named after none of them.
             RunFolderError: the folder cannot be written.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:

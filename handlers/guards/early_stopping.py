@@ -69,6 +69,7 @@ class EarlyStopping(Handler):
 
         Raises:
             ConfigurationError: the trainer never validates, and has no rollouts that could report the metric.
+            MetricNotFoundError: the trainer has validation sets, and the metric is named after none of them.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             subscribe_judge(subscribe, self._judge, "EarlyStopping", self.metric, engine, Phase.ACT)

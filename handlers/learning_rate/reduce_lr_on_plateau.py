@@ -112,6 +112,7 @@ class ReduceLROnPlateau(Handler):
         Raises:
             ConfigurationError: no optimizer was given and the engine has none; the trainer never validates; or there is
                 an LRScheduler that it cannot work with.
+            MetricNotFoundError: the trainer has validation sets, and the metric is named after none of them.
             RecordingError: the engine is a replay, and no optimizer was given.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, MetricNotFoundError, Phase, is_training_run
@@ -24,6 +24,8 @@ __all__ = [
     "subscribe_judge",
     "warn_if_never_reported",
 ]
+
+_OF_ROLLOUTS = ("rollout", "policy")  # a strategy or a handler may fire their events
 
 
 class Judge(Protocol):
@@ -117,23 +119,11 @@ def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | 
     metrics: Mapping[str, float] = event.payload.metrics
     try:
         return canonical(metric, metrics, place=place)
-    except MetricNotFoundError as error:
+    except MetricNotFoundError:
         is_validation = event.type == Events.VALIDATION_COMPLETED.value
         has_rollouts = engine.state.rollout_round or _fires_rollouts(engine)
         if not is_validation or (has_rollouts and not _is_of(metric, metrics)):
             return None
-        sets: Iterable[str] = engine.val_loaders if is_training_run(engine) else ()
-        name = next(iter(sets), "val")  # of the first set
-        if sets and (metric_of_data := _on_training_data(metric)) and not _is_of(metric, metrics):
-            raise error.with_text(
-                f"{place}({metric=}): only metrics of validations are judged; there are: {', '.join(metrics)}; to "
-                f"judge the training data, pass it as another validation set, val_loader={{'{name}': ..., "
-                f"'train-eval': train_loader}}, and name '{metric_of_data}'; or call trainer.log('{name}/...', value), "
-                "and name that"
-            ) from None
-        if metric in engine.state.metrics:  # of `Trainer.log`
-            text = f"{error}; a logged value is judged with each validation if it is logged as '{name}/{metric}'"
-            raise error.with_text(text) from None
         raise
 
 
@@ -147,7 +137,8 @@ def subscribe_judge(
 ) -> None:
     """Subscribe the method that judges to METRIC_EVENTS.
 
-    A trainer that never measures such a metric is rejected: it has no validation set, and no rollouts that report it.
+    A trainer that never measures such a metric is rejected: it has no validation set of that name, and no rollouts that
+    report it.
 
     Args:
         subscribe: the handler's.
@@ -159,6 +150,7 @@ def subscribe_judge(
 
     Raises:
         ConfigurationError: the trainer has no validation set.
+        MetricNotFoundError: the metric is named after none of its sets.
     """
     val_loaders = attribute(engine, "val_loaders", object)
     validates = val_loaders or val_loaders is None  # an engine without such an attribute may validate in its own way
@@ -172,6 +164,8 @@ def subscribe_judge(
             remedy = "pass val_loader=..., for which the training data will do"
         rule = f"waits for a validation, and the Trainer has no val_loader; {remedy}"
         raise ConfigurationError(rule, place, metric=metric)
+    if is_training_run(engine) and engine.val_loaders and not has_rollouts:
+        _check_set(place, metric, list(engine.val_loaders))
     for event in METRIC_EVENTS:
         subscribe(event, judge, phase=phase)
 
@@ -184,6 +178,26 @@ def warn_if_never_reported(place: str, metric: str, engine: Engine) -> None:
         canonical(metric, engine.state.metrics, place=place)
     except MetricNotFoundError as error:
         get_logger("handlers").warning(f"{place} has judged nothing", engine=engine.name, reason=str(error))
+
+
+def _check_set(place: str, metric: str, sets: Sequence[str]) -> None:
+    """Reject a metric that no validation reports: each metric of these is named after a set, as is a logged value."""
+    if _is_of(metric, (*sets, *_OF_ROLLOUTS)):
+        return
+    first = sets[0]
+    if metric_of_data := _on_training_data(metric):
+        rule = (
+            "only metrics of validations are judged; to judge the training data, pass it as another validation set, "
+            f"val_loader={{'{first}': ..., 'train-eval': train_loader}}, and name '{metric_of_data}'; or call "
+            f"trainer.log('{first}/...', value), and name that"
+        )
+    else:
+        rule = (
+            "only metrics of validations are judged, and no validation set has this name; there are: "
+            f"{', '.join(sets)}; name a metric such as '{first}/loss'; a value of trainer.log is judged with each "
+            f"validation if it is logged as '{first}/...'"
+        )
+    raise MetricNotFoundError(rule, place, metric=metric)
 
 
 def _fires_rollouts(engine: Engine) -> bool:

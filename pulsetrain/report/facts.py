@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +64,15 @@ def read_facts(folder: Path) -> Facts:
 
 
 def settings_of(runs: Sequence[Facts]) -> list[Mapping[str, str]]:
-    """The runs' configurations, all from the same kind of file if possible."""
+    """The runs' configurations, all from the same kind of file if possible.
+
+    A setting of the training that the configuration of one run gives and that of another leaves out has the default
+    that the other one was trained with.
+    """
     if any(run.config is None for run in runs) and all(run.settings for run in runs):
         return [run.settings for run in runs]
-    return [run.settings if run.config is None else run.config for run in runs]
+    keys = dict.fromkeys(key for run in runs for key in run.config or ())
+    return [run.settings if run.config is None else {**run.config, **_left_out(run, keys)} for run in runs]
 
 
 def compared(runs: Sequence[Mapping[str, str]]) -> list[Row]:
@@ -82,6 +87,17 @@ def compared(runs: Sequence[Mapping[str, str]]) -> list[Row]:
         values = tuple(run.get(key, ABSENT) for run in runs)
         rows.append(Row(key, values, len(set(values)) > 1))
     return sorted(rows, key=lambda row: not row.differs)
+
+
+def _left_out(run: Facts, keys: Iterable[str]) -> dict[str, str]:
+    """Those of the keys that the run has from run.json alone, as `RunSummary.setting` has them."""
+    given = {_name(key) for key in run.config or ()}
+    return {key: run.settings[key] for key in keys if key in run.settings and _name(key) not in given}
+
+
+def _name(key: str) -> str:
+    """Of the key of a value within a setting of the training, that of the setting."""
+    return ".".join(key.split(".")[:2])
 
 
 def _config(folder: Path) -> dict[str, str] | None:

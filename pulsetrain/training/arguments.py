@@ -191,9 +191,8 @@ def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional me
         if strategy not in STRATEGIES and _names_a_loss(strategy):
             rule = f"is a loss; pass strategy=SupervisedStrategy({strategy!r})"
             raise ConfigurationError(rule, "Trainer", strategy=strategy)
-        if strategy not in STRATEGIES and (remedy := how_to_distribute(strategy)):
-            rule = f"strategy is what is optimised, not how devices share the work; {remedy}"
-            raise ConfigurationError(rule, "Trainer", strategy=strategy)
+        if strategy not in STRATEGIES and (distributes := how_to_distribute(strategy)):
+            raise ConfigurationError(distributes, "Trainer", strategy=strategy)
         check_choice("Trainer", "strategy", strategy, STRATEGIES)
         return STRATEGIES[strategy]()
     if isinstance(strategy, type) or not isinstance(strategy, (TrainingStrategy, AlternatingStrategy)):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 from pulsetrain.engine import Events
-from pulsetrain.engine.argument_checks import check_type
+from pulsetrain.engine.argument_checks import answers_unknown_keywords, check_type
 from pulsetrain.engine.events.payloads import MetricsLogged
 from pulsetrain.engine.named_values import NamedValues
-from pulsetrain.familiar_names import missing_attribute
+from pulsetrain.familiar_names import OF_EVALUATION, missing_attribute
 from pulsetrain.training.arguments import named_loaders
 from pulsetrain.training.prediction import predict
 from pulsetrain.training.run_view import RunView
@@ -25,6 +26,7 @@ class EvaluatedRun(RunView):
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute(self, name)
 
+    @answers_unknown_keywords(lambda trainer: f"{type(trainer).__name__}.validate", OF_EVALUATION)
     def validate(self, loader: Iterable[Any] | None = None) -> dict[str, float]:
         """One round over every validation set; fires VALIDATION_STARTED and VALIDATION_COMPLETED.
 
@@ -40,6 +42,7 @@ class EvaluatedRun(RunView):
         """
         return self.validator.validate() if loader is None else self._evaluate(loader, "val")
 
+    @answers_unknown_keywords(lambda trainer: f"{type(trainer).__name__}.test", OF_EVALUATION)
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, float]:
         """Evaluate data that takes no part in training, and log the metrics: METRICS_LOGGED is fired, as observed.
 
@@ -67,6 +70,7 @@ class EvaluatedRun(RunView):
         self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics), observed=True)
         return metrics
 
+    @answers_unknown_keywords(lambda trainer: f"{type(trainer).__name__}.predict", OF_EVALUATION)
     def predict(
         self,
         loader: Iterable[Any],
@@ -145,4 +149,4 @@ class EvaluatedRun(RunView):
 
 
 for _method in (EvaluatedRun.validate, EvaluatedRun.test, EvaluatedRun.predict, EvaluatedRun.log):
-    _method.__qualname__ = f"Trainer.{_method.__name__}"  # which Python's errors about their arguments name
+    unwrap(_method).__qualname__ = f"Trainer.{_method.__name__}"  # which Python's errors about their arguments name

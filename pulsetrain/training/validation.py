@@ -1,11 +1,11 @@
-"""Validation: when it runs, an engine without gradients on the trainer's bus, and means kept on the device."""
+"""Validation: when it runs, and means kept on the device."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,22 +15,16 @@ from torch.utils._pytree import tree_map_only
 
 from pulsetrain.engine import Engine, EventBus, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.backends.pipeline import pipeline_of
-from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.loaders import length_of
-from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
-from pulsetrain.engine.distributed.agreed_pass import AgreedPass
 from pulsetrain.engine.distributed.collectives import ControlGroup
 from pulsetrain.engine.distributed.ranks import Ranks, is_sharded
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.data_source import DataSource, IterableSource
 from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import RunningMean
 from pulsetrain.engine.named_values import NamedValues
 from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.first_batch import FirstBatch
-from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.model_outputs import predictions_of
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import shared_events
@@ -38,6 +32,7 @@ from pulsetrain.handlers.metric_values.step_values import on_host, scalars
 from pulsetrain.state.current_metrics import metrics_to_save
 from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.validation_sets import load_states_of_sets, states_of_sets
+from pulsetrain.training.evaluator import Evaluator, check_sets, no_batch
 from pulsetrain.training.heap import Heap
 from pulsetrain.training.rank_parts import RankParts, unmerged
 from pulsetrain.training.reporter import MetricsReporter
@@ -46,7 +41,7 @@ from pulsetrain.training.stepper import Stepper
 if TYPE_CHECKING:
     from pulsetrain.engine.step.backend import Backend, ModelStore
 
-__all__ = ["Evaluation", "Evaluator", "Validator", "check_sets"]
+__all__ = ["Evaluation", "Validator"]
 
 
 class Validator:
@@ -216,7 +211,7 @@ class Evaluation:
             engine.set_name = None
         self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
         if "loss" not in self._means:
-            raise _no_batch(name, state.stop_reason)
+            raise no_batch(name, state.stop_reason)
         if state.stop_reason is not None or engine.is_paused:
             get_logger("pulsetrain").warning(
                 "validation ended early: its means are over a part of the set",
@@ -353,82 +348,6 @@ class Evaluation:
         self.engine.add_event_handler(Events.EPOCH_STARTED, metric.reset, phase=Phase.COMPUTE)
         self.engine.add_event_handler(Events.ITERATION_COMPLETED, update, phase=Phase.COMPUTE)
         self.engine.add_event_handler(Events.EPOCH_COMPLETED, compute, phase=Phase.COMPUTE)
-
-
-class Evaluator(Engine):
-    """An Engine whose runs hold a model in eval mode, and leave the generators as they were, however they end.
-
-    What `contexts` make is entered round every run, in their order, such as `EMA(...).applied`.
-
-    Args:
-        process_function: as of Engine.
-        model: that is evaluated.
-        name: as of Engine.
-        bus: likewise.
-        control: of several processes that all have to compute as many batches.
-    """
-
-    def __init__(
-        self, process_function: Any, model: nn.Module, *, name: str, bus: EventBus, control: ControlGroup | None = None
-    ) -> None:
-        super().__init__(process_function, name=name, bus=bus)
-        self._model = model
-        self.source: DataSource = _LoaderSource(control)
-        self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
-        self.set_name: str | None = None  # the validation set under way, where there is one
-
-    # Round the run, not in handlers of it: a pause, terminate(skip_completed=True), a muted event and a run that fails
-    # before STARTED reach no handler.
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        with self.around_run():
-            return super().run(*args, **kwargs)
-
-    @contextmanager
-    def around_run(self) -> Iterator[None]:
-        """The state of model and generators that a run is in."""
-        with eval_mode(self._model), rng.preserve_rng(), ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context())
-            yield
-
-    def around_epoch(self, done: int) -> AbstractContextManager[object]:
-        return workers_outlive_signals(self.state.dataloader)  # some loaders start theirs at the first batch
-
-    def empty_data_error(self) -> Exception:
-        return super().empty_data_error() if self.set_name is None else _no_batch(self.set_name)
-
-
-class _LoaderSource(IterableSource):
-    """Passes whose workers do not end with a signal that ends the run at its next safe point."""
-
-    def __init__(self, control: ControlGroup | None) -> None:
-        self._control = control
-
-    def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
-        with workers_begin(data):
-            batches = iter(data)
-        if self._control is None or length_of(data) is not None:
-            return batches
-        why = "a sharded model gathers its weights for each batch of a validation set"
-        return AgreedPass(self._control, why).over(batches)
-
-
-def check_sets(loaders: Mapping[str, Iterable[object]]) -> None:
-    """Refuse a validation set that is known to be empty; one without a length is looked at when it is run.
-
-    Raises:
-        ConfigurationError: a set's length is 0.
-    """
-    for name, loader in loaders.items():
-        if length_of(loader) == 0:
-            raise _no_batch(name, "its length is 0")
-
-
-def _no_batch(name: str, why: str | None = None) -> ConfigurationError:
-    return ConfigurationError(
-        f"validation set {name!r}: gave no batch{f' ({why})' if why else ''}; "
-        "give it data (drop_last=True drops the only batch of a small set), or leave the set out"
-    )
 
 
 def _flat(name: str, value: object) -> Iterator[tuple[str, Any]]:

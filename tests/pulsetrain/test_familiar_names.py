@@ -11,9 +11,11 @@ import pytest
 
 from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig, handlers
 from pulsetrain.configuration.instantiate import instantiate
-from pulsetrain.engine import ConfigurationError
+from pulsetrain.engine import ConfigurationError, Every
 from pulsetrain.engine.argument_checks import remedies_of
-from pulsetrain.familiar_names import OF_CONFIG, OF_TRAIN, OF_TRAINER
+from pulsetrain.engine.schedules import Cosine
+from pulsetrain.engine.strategies import STRATEGIES
+from pulsetrain.familiar_names import OF_CONFIG, OF_EVALUATION, OF_TRAIN, OF_TRAINER
 from pulsetrain.testing import tiny_loader, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,25 +24,28 @@ SETTINGS = set(inspect.signature(TrainingConfig).parameters)
 
 
 @pytest.mark.parametrize(
-    ("keyword", "remedy"),
+    ("kind", "keyword", "remedy"),
     [
-        ("lr", "pass config=TrainingConfig(learning_rate=...)"),
-        ("epochs", "pass config=TrainingConfig(max_epochs=...)"),
-        ("max_epochs", "pass config=TrainingConfig(max_epochs=...)"),
-        ("loss", "pass strategy=SupervisedStrategy('mse')"),
-        ("device", "pass config=TrainingConfig(device=...)"),
-        ("devices", "start processes with torchrun or `pulsetrain train --launch.nproc N`"),
-        ("save_steps", "use the handler Checkpointer(folder, every=..., keep_last=...)"),
-        ("val_dataloaders", "pass val_loader=..."),
-        ("resume", "call train(resume='latest')"),
-        ("val_loadr", "did you mean 'val_loader'?"),
+        (Trainer, "lr", "pass config=TrainingConfig(learning_rate=...)"),
+        (Trainer, "epochs", "pass config=TrainingConfig(max_epochs=...)"),
+        (Trainer, "max_epochs", "pass config=TrainingConfig(max_epochs=...)"),
+        (Trainer, "loss", "pass strategy=SupervisedStrategy('mse')"),
+        (Trainer, "device", "pass config=TrainingConfig(device=...)"),
+        (Trainer, "devices", "start processes with torchrun or `pulsetrain train --launch.nproc N`"),
+        (Trainer, "save_steps", "use the handler Checkpointer(folder, every=..., keep_last=...)"),
+        (Trainer, "val_dataloaders", "pass val_loader=..."),
+        (Trainer, "resume", "call train(resume='latest')"),
+        (Trainer, "val_loadr", "did you mean 'val_loader'?"),
+        (TrainingConfig, "lr", "set learning_rate=..."),
+        (TrainingConfig, "epochs", "set max_epochs=..."),
+        (TrainingConfig, "max_epoch", "did you mean 'max_epochs'?"),
     ],
 )
-def test_a_keyword_of_the_trainer(keyword: str, remedy: str):
-    arguments: dict[str, Any] = {keyword: 1}
+def test_a_keyword_of_the_trainer_or_the_configuration(kind: type, keyword: str, remedy: str):
+    needed = (tiny_model(), tiny_loader()) if kind is Trainer else ()
     with pytest.raises(TypeError) as caught:
-        Trainer(tiny_model(), tiny_loader(), **arguments)
-    assert str(caught.value).startswith(f"Trainer({keyword}=1): is not an argument; ")
+        kind(*needed, **{keyword: 1})
+    assert str(caught.value).startswith(f"{kind.__name__}({keyword}=1): is not an argument; ")
     assert remedy in str(caught.value)
 
 
@@ -60,6 +65,26 @@ def test_a_keyword_of_train(keyword: str, remedy: str):
         trainer.train(**{keyword: 1})  # type: ignore[arg-type]
     assert str(caught.value) == f"Trainer.train({keyword}=1): is not an argument; {remedy}"
     assert [*inspect.signature(trainer.train).parameters] == ["resume", "wait"]
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("keyword", "remedy"),
+    [
+        ("dataloaders", "pass loader=..."),
+        ("eval_dataset", "pass loader=DataLoader(...)"),
+        ("ckpt_path", "call load_checkpoint(path) before"),
+        ("loadr", "did you mean 'loader'?"),
+    ],
+)
+def test_a_keyword_of_an_evaluation(method: str, keyword: str, remedy: str):
+    trainer = Trainer(tiny_model(), tiny_loader(), config=TrainingConfig(progress=False))
+    with pytest.raises(TypeError) as caught:
+        getattr(trainer, method)(**{keyword: 1})
+    assert str(caught.value) == f"Trainer.{method}({keyword}=1): is not an argument; {remedy}"
+    parameters = inspect.signature(getattr(trainer, method)).parameters
+    assert "loader" in parameters
+    assert not parameters.keys() & OF_EVALUATION.keys()
 
 
 def test_each_remedy_of_train_names_a_parameter_of_the_trainer():
@@ -86,15 +111,33 @@ def test_a_keyword_of_the_strategy(keyword: str, remedy: str):
 
 
 @pytest.mark.parametrize(
-    ("keyword", "remedy"),
-    [("lr", "set learning_rate=..."), ("epochs", "set max_epochs=..."), ("max_epoch", "did you mean 'max_epochs'?")],
+    ("name", "keyword", "remedy"),
+    [
+        ("dpo", "ref_model", "pass reference=..."),
+        ("kto", "betta", "did you mean 'beta'?"),
+        ("cpo", "cpo_alpha", "pass sft_weight=..."),
+        ("grpo", "num_generations", "pass group_size=..."),
+        ("grpo", "beta", "pass kl_coef=..."),
+        ("ppo", "gae_lambda", "pass lam=..."),
+        ("ppo", "clip_range_vf", "pass value_clip_range=..."),
+        ("reward_model", "center_rewards_coefficient", "pass center_coef=..."),
+        ("sft", "label_smoothing", "pass loss_options=..."),
+    ],
 )
-def test_a_keyword_of_the_configuration(keyword: str, remedy: str):
-    arguments: dict[str, Any] = {keyword: 1}
+def test_a_keyword_of_a_strategy_of_language_models_or_policies(name: str, keyword: str, remedy: str):
+    kind: Any = STRATEGIES[name]
     with pytest.raises(TypeError) as caught:
-        TrainingConfig(**arguments)
-    assert str(caught.value).startswith(f"TrainingConfig({keyword}=1): is not an argument; ")
-    assert remedy in str(caught.value)
+        kind(**{keyword: 1})
+    assert str(caught.value) == f"{kind.__name__}({keyword}=1): is not an argument; {remedy}"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_answers_keywords_that_it_does_not_have(name: str):
+    kind: Any = STRATEGIES[name]
+    parameters = inspect.signature(kind).parameters
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(nonsense=1\): is not an argument$"):
+        kind(nonsense=1)
+    assert not parameters.keys() & remedies_of(kind).keys()
 
 
 @pytest.mark.parametrize(
@@ -150,6 +193,10 @@ def test_each_remedy_names_what_exists(kind: type, names: dict[str, str]):
         (handlers.LRMonitor, "log_momentum", "pass momentum=True"),
         (handlers.ReduceLROnPlateau, "min_delta", "pass threshold=..., threshold_mode='abs'"),
         (handlers.TimeLimit, "duration", "pass seconds='2h'"),
+        (handlers.GradientMonitor, "log_every_n_steps", "pass every=Every(updates=100)"),
+        (handlers.GradientMonitor, "every_n_epochs", "pass every=Every(updates=100)"),
+        (handlers.LossSpikeGuard, "monitor", "pass metric='loss'"),
+        (handlers.LossSpikeGuard, "save_freq", "pass every=Every(epochs=1) or Every(iterations=100)"),
     ],
 )
 def test_a_keyword_of_a_handler(kind: type, keyword: str, remedy: str):
@@ -171,6 +218,23 @@ def test_each_remedy_names_a_parameter_that_the_handler_has(name: str):
         without_calls = re.sub(r"\b\w+\([^()]*\)", "", remedy)
         assert parameters.keys() >= set(re.findall(r"\b(\w+)=", without_calls)), (keyword, remedy)
         assert keyword not in parameters
+
+
+@pytest.mark.parametrize("name", sorted(set(handlers.__all__) - {"Callback"}))
+def test_each_value_that_a_remedy_writes_out_is_accepted(name: str, tmp_path: Path):
+    kind = getattr(handlers, name)
+    parameters = inspect.signature(kind).parameters
+    needed = {"folder": tmp_path, "prompts": "a", "project": "p", "seconds": 60}
+    needed |= {"schedule": Cosine(0.1, total_steps=10), "callbacks": [], "metric": "loss", "after_epoch": 1}
+    given = {name: value for name, value in needed.items() if name in parameters}
+    names = {"Every": Every, "BestModel": handlers.BestModel, "NaNGuard": handlers.NaNGuard}
+    for remedy in set(remedies_of(kind).values()):
+        _, _, other = remedy.partition("add the handler ")
+        if other:
+            eval(other, names)
+            continue
+        for argument, value in re.findall(r"(?:\b(\w+)=|\bor )('[^']*'|True|Every\(\w+=\d+\))", remedy):
+            kind(**given | {argument or "every": eval(value, names)})
 
 
 def test_a_configuration_answers_keywords_of_handlers_too():
@@ -227,6 +291,21 @@ def test_a_strategy_of_lightning_is_answered_with_how_to_use_several_processes(n
     assert str(caught.value).startswith(f"Trainer(strategy='{name}'): ")
     assert remedy in str(caught.value)
     assert ("optimised" in str(caught.value)) == ("did you mean" not in str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("ddp", "leave it out, and start several processes with torchrun or `pulsetrain train --launch.nproc N`"),
+        ("fsdp", "leave it out, start several .*, and set parallel: {shard: N}"),
+        ("deepspeed_stage_2", "leave it out, start several .*, and set parallel: {shard: N}"),
+        ("model_parallel", "leave it out, start several .*, and set parallel: {tensor: N}"),
+    ],
+)
+def test_such_a_strategy_of_a_configuration_is_answered_too(name: str, remedy: str):
+    rule = rf"^strategy: class_path='{name}': strategy is what is optimised, not how devices share the work; {remedy}$"
+    with pytest.raises(ConfigurationError, match=rule):
+        instantiate(name, "strategy", STRATEGIES)
 
 
 @pytest.mark.parametrize("arguments", [{"optimizer": "AdamW"}, {"config": TrainingConfig(optimizer="AdamW")}])

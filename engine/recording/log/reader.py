@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -22,7 +22,7 @@ from pulsetrain.engine.recording.log.damage import (
     find_damage,
 )
 from pulsetrain.engine.recording.log.files import NamedPath, log_files
-from pulsetrain.engine.recording.log.index import Index, Reach
+from pulsetrain.engine.recording.log.query import Query, Range
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
 from pulsetrain.engine.recording.log.seams import in_force
@@ -37,8 +37,6 @@ __all__ = ["EventLog", "ReadOptions", "logged_ranks", "read_ranks"]
 
 _ATTEMPTS = 4  # to read a log that seems damaged: it may be being written
 _LOG_FILE = re.compile(r"events(?:\.rank(\d+))?\.jsonl\.zst|tail(?:\.rank(\d+))?\.jsonl")
-
-Range = tuple[int | None, int | None]  # first and last, both included; None for no bound
 
 
 class ReadOptions(TypedDict, total=False):
@@ -205,7 +203,7 @@ class EventLog:
             superseded: also yield events that a resumed run has computed again.
         """
         events = None if event is None else frozenset([event] if isinstance(event, str) else event)
-        query = _Query(engine, events, seq, iteration, epoch)
+        query = Query(engine, events, seq, iteration, epoch)
         for found in self._blocks(query):
             for each in found if query.everything else filter(query.wants, found):
                 if each.observed is not None:
@@ -215,7 +213,7 @@ class EventLog:
                 if where is None or where(each):
                     yield each
 
-    def _blocks(self, query: _Query) -> Iterator[list[LoggedEvent]]:
+    def _blocks(self, query: Query) -> Iterator[list[LoggedEvent]]:
         for number in query.blocks(self._index):
             yield self.block(number)
         yield self._events
@@ -385,57 +383,3 @@ def _keyed(rank: int, log: EventLog, query: ReadOptions) -> Iterator[tuple[tuple
             runs += event.iteration < iteration  # another run in the folder
             iteration = event.iteration
         yield (runs, iteration, rank), event
-
-
-_UNBOUNDED: Range = (None, None)
-
-
-class _Query:
-    """Which events to read, and which blocks may hold one."""
-
-    def __init__(
-        self, engine: str | None, events: frozenset[str] | None, seq: Range, iteration: Range, epoch: Range
-    ) -> None:
-        self.engine, self.events = engine, events
-        self.seq, self.iteration, self.epoch = seq, iteration, epoch
-        self.everything = engine is None and events is None and seq == iteration == epoch == _UNBOUNDED
-
-    def wants(self, event: LoggedEvent) -> bool:
-        return (
-            (self.engine is None or event.engine == self.engine)
-            and (self.events is None or event.event in self.events)
-            and _overlap(event.seq, event.seq, self.seq)
-            and _overlap(event.iteration, event.iteration, self.iteration)
-            and _overlap(event.epoch, event.epoch, self.epoch)
-        )
-
-    def blocks(self, index: Index) -> Iterable[int]:
-        """Numbers of the blocks that may hold one; headers are decoded only to look for event names."""
-        near = index.between(self.seq)
-        if self.engine is None and self.iteration == self.epoch == _UNBOUNDED:
-            found: Iterable[int] = near
-        else:
-            reaches = [reach for engine, reach in index.engines.items() if self.engine in (None, engine)]
-            found = sorted({number for reach in reaches for number in self._reached(reach, near)})
-        return (number for number in found if self._names(index.header(number))) if self.events is not None else found
-
-    def _reached(self, reach: Reach, near: range) -> Iterator[int]:
-        (first, last), (first_epoch, last_epoch) = reach.iteration, reach.epoch
-        for number in near:
-            if (
-                last[number] >= 0
-                and _overlap(first[number], last[number], self.iteration)
-                and _overlap(first_epoch[number], last_epoch[number], self.epoch)
-            ):
-                yield number
-
-    def _names(self, header: Header) -> bool:
-        """Whether the block holds an event of the wanted types; of the wanted engine, if there is one."""
-        assert self.events is not None
-        parts = header.engines.values() if self.engine is None else [header.engines[self.engine]]
-        return any(not self.events.isdisjoint(part.events) for part in parts)
-
-
-def _overlap(first: int, last: int, bounds: Range) -> bool:
-    low, high = bounds
-    return (low is None or last >= low) and (high is None or first <= high)

@@ -90,9 +90,23 @@ def test_a_trainer_that_never_validates_is_refused(name, tmp_path):
 def test_a_metric_of_training_is_answered_with_what_is_judged(name, tmp_path):
     with pytest.raises(ConfigurationError, match=r"pass val_loader=\{'train-eval': .* name 'train-eval/loss'$"):
         trainer({"max_epochs": 1}, handlers=[JUDGES[name](tmp_path, "train/loss")])
-    run = trainer({"max_epochs": 1}, val_loader=loader(8), handlers=[JUDGES[name](tmp_path / "a", "train_loss")])
-    with pytest.raises(MetricNotFoundError, match=r"only metrics of validations are judged; there are: val/loss;"):
-        run.train()
+    message = r"only metrics of validations are judged; .*val_loader=\{'held-out': .* name 'train-eval/loss'; or call "
+    with pytest.raises(MetricNotFoundError, match=message):
+        trainer(val_loader={"held-out": loader(8)}, handlers=[JUDGES[name](tmp_path / "a", "train_loss")])
+
+
+@pytest.mark.parametrize("name", JUDGES)
+@pytest.mark.parametrize("metric", ["val/loss", "val_loss", "loss", "mine"])
+def test_a_metric_that_is_named_after_no_validation_set_is_refused_before_the_training(metric, name, tmp_path):
+    message = rf"^{name}\(metric='{metric}'\): .* no validation set has this name; there are: dev, test; .* 'dev/loss';"
+    with pytest.raises(MetricNotFoundError, match=message):
+        trainer(val_loader={"dev": loader(8), "test": loader(8)}, handlers=[JUDGES[name](tmp_path, metric)])
+
+
+@pytest.mark.parametrize("metric", ["dev/loss", "test_loss", "dev/logged/later", "rollout/return", "policy/kl"])
+def test_a_metric_that_may_come_is_not_refused_before_the_training(metric):
+    stopping = EarlyStopping(metric, mode="min")
+    trainer(val_loader={"dev": loader(8), "test": loader(8)}, handlers=[stopping])
 
 
 def test_the_training_data_and_logged_values_are_judged_as_the_error_says():

@@ -295,6 +295,21 @@ class TestFacts:
         assert settings_of([both, none]) == [written, {}]
         assert plain.environment == {"threads": "2"}
 
+    def test_a_setting_that_a_configuration_leaves_out_has_the_default_it_was_trained_with(self, tmp_path):
+        configs = "training: {max_epochs: 2, accumulate: {tokens: 64}}", "training: {optimizer_options: {eps: 0.1}}"
+        trained = {"max_epochs": 10, "accumulate": 1, "optimizer_options": {"eps": 0.2, "amsgrad": True}, "seed": 1}
+        for folder, config in zip((tmp_path / "given", tmp_path / "left_out"), configs, strict=True):
+            folder.mkdir()
+            (folder / "config.yaml").write_text(config)
+            (folder / "run.json").write_text(json.dumps({"format": 1, "settings": trained}))
+        given, left_out = (read_facts(tmp_path / name) for name in ("given", "left_out"))
+        rows = {row.key: row.values for row in compared(settings_of([given, left_out]))}
+        assert rows == {
+            "training.max_epochs": ("2", "10"),
+            "training.accumulate.tokens": ("64", "-"),
+            "training.optimizer_options.eps": ("0.2", "0.1"),
+        }
+
     @pytest.mark.parametrize("text", ["{", "a: 1\na: 2", "just text", "\x00", pytest.param("[" * 100_000, id="nests")])
     def test_a_broken_configuration_is_reported_on_the_page(self, tmp_path, text):
         (tmp_path / "config.yaml").write_text(text)

@@ -24,8 +24,9 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.metric_values.step_values import step_metrics
+from pulsetrain.training.evaluator import check_sets
 from pulsetrain.training.stepper import Stepper
-from pulsetrain.training.validation import Evaluation, check_sets
+from pulsetrain.training.validation import Evaluation
 from tests.support.models import loader, regression_model, trainer
 
 
