@@ -37,16 +37,18 @@ export function runList(list, page, toggle) {
 
     function show(run) {
       const best = Object.entries(run.best).slice(0, 2).map(([name, value]) => `${name} ${number(value, 4)}`).join(", ");
+      const text = [best || run.reason, run.tags.join(", ")].filter(Boolean).join("; ");
       const isSelected = page.selected.has(id), share = run.status === "running" ? run.progress : null;
-      const color = isSelected ? colorOf(id) : "", now = JSON.stringify([isSelected, color, run.status, run.reason, best, share]);
+      const color = isSelected ? colorOf(id) : "", now = JSON.stringify([isSelected, color, run.status, run.reason, text, share]);
       if (now === before && box.checked === isSelected) return;
       before = now;
       box.checked = isSelected;
       dot.style.background = color;
       status.className = `status ${run.status}`;
       status.textContent = run.status;
-      detail.textContent = best || run.reason;
-      status.title = detail.title = run.reason;
+      detail.textContent = text;
+      status.title = run.reason;
+      detail.title = [text, best && run.reason].filter(Boolean).join("\n"); // the line may be cut
       detail.hidden = !detail.textContent;
       bar.hidden = share === null;
       done.style.width = `${100 * share}%`;
