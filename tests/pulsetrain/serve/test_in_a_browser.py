@@ -84,7 +84,7 @@ def test_runs_are_searched_selected_and_drawn(browser: Any):
 def test_the_tags_of_a_run_are_listed(browser: Any, root: Path):
     change_tags(root / "a", added=["paper"])
     line = browser.find_element("css selector", '#runs li[data-run="a"]')
-    until(browser, lambda: line.text.endswith("; paper"))
+    until(browser, lambda: line.text.endswith("\npaper"))
     change_tags(root / "a", removed=["paper"])
     until(browser, lambda: "paper" not in line.text)
 
