@@ -11,7 +11,7 @@ from pulsetrain.cli.reports import OK
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.plain_text import format_count, plain
 from pulsetrain.runs.archive import is_archive, unpacked, write_archive
-from pulsetrain.runs.summary import ARCHIVE_SUFFIX
+from pulsetrain.runs.summary import ARCHIVE_SUFFIX, check_run
 
 __all__ = ["run"]
 
@@ -21,13 +21,28 @@ def run(arguments: argparse.Namespace) -> int:
     into: Path = arguments.into
     if os.path.lexists(into) and not into.is_dir():
         raise ConfigurationError(f"--into {into}: is not a folder; choose another path")
-    targets = [] if arguments.unpack else [_target(each, into) for each in arguments.runs]
-    for number, target in enumerate(targets):
-        if target in targets[:number]:  # --force would overwrite the first
-            raise ConfigurationError(f"{target}: two of the runs have this name; archive them into different folders")
+    if not arguments.unpack:
+        _check_all(arguments)
     for each in arguments.runs:
         print(plain(_unpack(each, into) if arguments.unpack else _archive(each, arguments)))
     return OK
+
+
+def _check_all(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be archived, before the first archive is written."""
+    targets: list[Path] = []
+    for run_folder in arguments.runs:
+        check_run(run_folder)
+        target = _target(run_folder, arguments.into)
+        if target in targets:  # --force would overwrite the first
+            raise ConfigurationError(f"{target}: two of the runs have this name; archive them into different folders")
+        if run_folder.resolve() in target.resolve().parents:
+            raise ConfigurationError(
+                f"--into {arguments.into}: is in the run folder, which is only read; choose another"
+            )
+        if os.path.lexists(target) and not arguments.force:
+            raise ConfigurationError(f"{target}: already exists; choose another folder with --into, or use --force")
+        targets.append(target)
 
 
 def _target(run_folder: Path, into: Path) -> Path:
@@ -35,12 +50,7 @@ def _target(run_folder: Path, into: Path) -> Path:
 
 
 def _archive(run_folder: Path, arguments: argparse.Namespace) -> str:
-    target = _target(run_folder, arguments.into)
-    if run_folder.resolve() in target.resolve().parents:
-        raise ConfigurationError(f"--into {arguments.into}: is in the run folder, which is only read; choose another")
-    if os.path.lexists(target) and not arguments.force:
-        raise ConfigurationError(f"{target}: already exists; choose another folder with --into, or use --force")
-    made = write_archive(run_folder, target, checkpoints=arguments.checkpoints)
+    made = write_archive(run_folder, _target(run_folder, arguments.into), checkpoints=arguments.checkpoints)
     if made.newer:
         print(f"pulsetrain: {plain(str(run_folder))}: {made.newer}", file=sys.stderr)
     for each in made.left_out:
@@ -51,6 +61,8 @@ def _archive(run_folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def _unpack(archive: Path, into: Path) -> str:
+    if not os.path.lexists(archive):
+        raise RunFolderError(f"{archive}: does not exist; name an archive, which `pulsetrain archive RUN` makes")
     if not is_archive(archive):
         raise RunFolderError(f"{archive}: is not a run's archive; `pulsetrain archive RUN` makes one")
     folder = unpacked(archive, into)

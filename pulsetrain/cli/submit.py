@@ -34,6 +34,8 @@ _OF = {
     **dict.fromkeys(("time", "partition", "account"), ("slurm",)),
     **dict.fromkeys(("image", "claim", "directory", "namespace", "secret", "queue"), ("kubernetes",)),
 }
+_LEAST = {"workers": 1, "devices": 1, "cpus": 1, "gpus": 0, "restarts": 0}
+_MOST = 100_000  # of each of these: the jobs and the devices of a queue are listed in memory
 
 
 class _TakenError(Exception):
@@ -48,12 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"--{name}: is for --to {' or '.join(targets)}, not for {arguments.to}; leave it out"
             )
-    for name in ("workers", "devices", "cpus"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise ConfigurationError(f"--{name} {getattr(arguments, name)}: needs a whole number of at least 1")
-    for name in ("gpus", "restarts"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 0:
-            raise ConfigurationError(f"--{name} {getattr(arguments, name)}: needs a whole number of at least 0")
+    for name, least in _LEAST.items():
+        given = getattr(arguments, name)
+        if given is not None and not least <= given <= _MOST:
+            raise ConfigurationError(f"--{name} {given}: needs a whole number from {least} to {_MOST:,}")
     if arguments.status or arguments.cancel is not None:
         if arguments.to != "local" or arguments.config is not None:
             option = "--status" if arguments.status else "--cancel"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from pulsetrain.runs.tags import TAGS_FILE
 __all__ = ["INDEX", "RunIndex", "log_sign_of", "sign_of"]
 
 INDEX = Path(".pulsetrain") / "index.sqlite"
-_VERSION = 9 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
+_VERSION = 10 << 16 | RUN_FORMAT << 8 | FORMAT  # of what is remembered, and of the files that can be read
 _DEPTH = 6  # folders below the root
 _RECENT = 10_000_000_000  # nanoseconds; a folder that was changed since may change again at the same time stamp
 _MANY = 200  # runs, from which on several processes read them
@@ -82,6 +83,7 @@ class RunIndex:
         self.unreadable: list[str] = []  # folders that may hold runs
         self.sweeps: list[str] = []  # folders of sweeps
         self._changed: dict[str, int] = {}  # of folders that hold nothing but a run: see `_Known.changed`
+        self._start = "" if str(root) == "." else f"{str(root).removesuffix('/')}/"  # of all paths below the root
         self._path = root / INDEX if cache and not is_run(root) else None
 
     def summaries(self, *, archives: bool = False) -> list[RunSummary]:
@@ -147,7 +149,7 @@ class RunIndex:
                 self._changed[folder] = changed
 
     def _known(self) -> dict[str, _Known]:
-        """What is remembered, by path."""
+        """What is remembered, by path; the root may have been written differently then."""
         if self._path is None or not os.path.exists(self._path):  # False, too, in a folder that may not be read
             return {}
         try:
@@ -155,7 +157,12 @@ class RunIndex:
                 if database.execute("pragma user_version").fetchone()[0] != _VERSION:
                     return {}
                 rows = database.execute("select path, sign, changed, summary from runs").fetchall()
-            return {os.fsdecode(path): _Known(sign, changed, _decode(summary)) for path, sign, changed, summary in rows}
+            known = {}
+            for within, sign, changed, blob in rows:
+                path = self._start + os.fsdecode(within)
+                if (summary := _named(_decode(blob), path)) is not None:
+                    known[path] = _Known(sign, changed, summary)
+            return known
         except (sqlite3.Error, msgspec.DecodeError, OSError):  # damaged, or being replaced: all runs are read again
             return {}
 
@@ -180,11 +187,24 @@ class RunIndex:
                 database.execute(f"pragma user_version = {_VERSION}")
             columns = "path blob primary key, sign text, changed integer, summary blob"
             database.execute(f"create table if not exists runs ({columns})")
-            database.executemany("delete from runs where path = ?", [(os.fsencode(path),) for path in gone])
-            rows = [(os.fsencode(path), self.signs[path], 0, summary) for path, summary in read.items()]
+            database.executemany("delete from runs where path = ?", [(self._within(path),) for path in gone])
+            rows = [(self._within(path), self.signs[path], 0, summary) for path, summary in read.items()]
             database.executemany("insert or replace into runs values (?, ?, ?, ?)", rows)
-            times = [(time, os.fsencode(path)) for path, time in self._changed.items()]
+            times = [(time, self._within(path)) for path, time in self._changed.items()]
             database.executemany("update runs set changed = ? where path = ?", times)
+
+    def _within(self, path: str) -> bytes:
+        """The path below the root, which other commands may write differently."""
+        return os.fsencode(path.removeprefix(self._start))
+
+
+def _named(summary: RunSummary, path: str) -> RunSummary | None:
+    """The summary of a run by its path as it is written now; None if its reason names it as it was written before."""
+    if summary.path == path:
+        return summary
+    if summary.path in summary.reason or "`pulsetrain " in summary.reason:  # a command quotes some names
+        return None
+    return replace(summary, path_bytes=os.fsencode(path))
 
 
 def sign_of(path: str) -> str:

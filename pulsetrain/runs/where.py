@@ -51,12 +51,22 @@ def run_predicate(text: str, runs: Iterable[RunSummary]) -> Predicate:
         near, meant = did_you_mean(name, (*settings, *NAMES)), familiar_setting(name)
         if meant in settings and (name.startswith("training.") or not near):  # else `epochs` would be max_epochs
             near = f"; did you mean {meant!r}?"
+        elif meant is None and (metric := _metric_of(name, runs)):
+            of = "best" if any(metric in run.best for run in runs) else "last"
+            near = f'; a metric is written as {of}["{metric}"]'
+        elif name == "run":  # as its column is called
+            near = "; did you mean 'name'?"
         rule = near or f"; besides settings there are {', '.join(NAMES)}"
         raise UnsupportedError(node, f"no run has {name!r}{rule}")
 
     condition = predicate(text, read, _NOTHING)
     _check_constants(text, runs)
     return condition
+
+
+def _metric_of(name: str, runs: Iterable[RunSummary]) -> str | None:
+    """A metric of the runs that has this name as a part, such as "val/loss" of "loss"."""
+    return next((each for run in runs for each in (*run.best, *run.last) if name in each.split("/")), None)
 
 
 def _check_constants(text: str, runs: list[RunSummary]) -> None:

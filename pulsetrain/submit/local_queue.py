@@ -24,6 +24,7 @@ from pulsetrain.handlers.run_files.redaction import redacted
 __all__ = ["ENDED", "LocalQueue", "QueuedJob", "default_folder", "environment_here", "taken_lock"]
 
 ENDED = ("done", "failed", "cancelled")
+_NUMBERS = range(1, 1 << 63)  # that SQLite gives to jobs
 LOCATION = "PULSETRAIN_QUEUE"  # the environment variable with the queue's folder
 _COLUMNS = (
     "id, name, state, words, directory, python, output, devices, assigned, restarts, interruptions, status, "
@@ -224,7 +225,7 @@ class LocalQueue:
         Raises:
             ConfigurationError: there is none.
         """
-        found = self._select("WHERE id = ?", number)
+        found = self._select("WHERE id = ?", number) if number in _NUMBERS else []
         if not found:
             raise ConfigurationError(f"job {number}: is not in the queue; --status lists the jobs")
         return found[0]
@@ -276,6 +277,8 @@ class LocalQueue:
         Raises:
             ConfigurationError: there is no such job.
         """
+        if number not in _NUMBERS:
+            return self.job(number)  # which refuses it
         with self._open() as connection:
             connection.execute(
                 "UPDATE jobs SET state = CASE state WHEN 'waiting' THEN 'cancelled' ELSE 'cancelling' END, "

@@ -30,15 +30,16 @@ export function runList(list, page, toggle) {
   function item(id) {
     const box = make("input", { type: "checkbox", onchange: () => toggle(id, box.checked) });
     const dot = make("span", { class: "dot" }), name = make("span", { class: "name", title: spelled(id) }, spelled(id));
-    const status = make("span"), detail = make("span", { class: "detail" }), done = make("i"), bar = make("span", { class: "bar" }, done);
-    const line = make("li", {}, make("label", {}, box, dot, name, status, detail, bar));
+    const status = make("span"), detail = make("span", { class: "detail" }), tags = make("span", { class: "detail" }), done = make("i"), bar = make("span", { class: "bar" }, done);
+    const line = make("li", {}, make("label", {}, box, dot, name, status, detail, tags, bar));
     line.dataset.run = id;
     let before = "";
 
     function show(run) {
       const best = Object.entries(run.best).slice(0, 2).map(([name, value]) => `${name} ${number(value, 4)}`).join(", ");
+      const own = run.tags.join(", ");
       const isSelected = page.selected.has(id), share = run.status === "running" ? run.progress : null;
-      const color = isSelected ? colorOf(id) : "", now = JSON.stringify([isSelected, color, run.status, run.reason, best, share]);
+      const color = isSelected ? colorOf(id) : "", now = JSON.stringify([isSelected, color, run.status, run.reason, best, own, share]);
       if (now === before && box.checked === isSelected) return;
       before = now;
       box.checked = isSelected;
@@ -48,6 +49,8 @@ export function runList(list, page, toggle) {
       detail.textContent = best || run.reason;
       status.title = detail.title = run.reason;
       detail.hidden = !detail.textContent;
+      tags.textContent = tags.title = own;
+      tags.hidden = !own;
       bar.hidden = share === null;
       done.style.width = `${100 * share}%`;
     }

@@ -77,6 +77,12 @@ def test_a_scheduler_that_is_not_there_is_named_and_nothing_is_left(
         ("base.yaml --to local --image x", "--image: is for --to kubernetes"),
         ("base.yaml --to slurm --devices 2", "--devices: is for --to local"),
         ("base.yaml --to slurm --cpus 0", "--cpus 0: needs a whole number"),
+        (
+            f"base.yaml --to local --restarts {10**30}",
+            "--restarts 1000000000000000000000000000000: needs a whole number",
+        ),
+        (f"base.yaml --to local --devices {10**30}", "0: needs a whole number from 1 to 100,000"),
+        ("s.yaml --to local --workers 999999999", "--workers 999999999: needs a whole number from 1 to 100,000"),
         ("base.yaml --to slurm --time 4:00", "write 4:00:00 for 4 hours"),
         ("base.yaml --to slurm --launch.min_nproc 1", "--launch.min_nproc: is for --to local"),
         ("base.yaml --to local --launch.nnodes 2", "--launch.nnodes=2: --to local is one machine"),
@@ -90,6 +96,7 @@ def test_a_scheduler_that_is_not_there_is_named_and_nothing_is_left(
         ("base.yaml --to kubernetes --image x", "name the folder, such as --run runs/a"),
         ("base.yaml --to slurm --status", "--status: is for the queue of this machine"),
         ("--to local --cancel 7", "job 7: is not in the queue"),
+        (f"--to local --cancel {10**30}", "job 1000000000000000000000000000000: is not in the queue"),
         ("base.yaml --to slurm --data.init_args.api_key x7 --print", "api_key"),
     ],
 )

@@ -171,6 +171,21 @@ def test_existing_archives_are_kept(run: Path, capsys: pytest.CaptureFixture[str
     assert "nothing: does not exist; name a run folder" in capsys.readouterr().err
 
 
+def test_no_run_is_archived_if_one_of_them_cannot_be(run: Path, capsys: pytest.CaptureFixture[str]):
+    other = write_run(run.parent / "b", [1.0])
+    assert main(["archive", str(other), "runs/nothing"]) == 2
+    assert "runs/nothing: does not exist" in capsys.readouterr().err
+    Path("a.run.zip").write_text("precious")
+    assert main(["archive", str(other), "runs/a"]) == 2
+    assert "a.run.zip: already exists" in capsys.readouterr().err
+    assert not Path("b.run.zip").exists()
+
+
+def test_an_archive_to_unpack_that_does_not_exist(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["archive", "--unpack", "b.run.zip"]) == 2
+    assert "b.run.zip: does not exist; name an archive" in capsys.readouterr().err
+
+
 def test_the_folder_of_archives_is_made_unless_nothing_is_written(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["archive", "runs/a", "--into", "new/folder"]) == 0
     assert capsys.readouterr().out.startswith("new/folder/a.run.zip: ")

@@ -59,6 +59,23 @@ def test_runs_are_found_in_subfolders_and_read_once(root: Path, read: list[str])
     assert read == []
 
 
+def test_known_runs_are_not_read_again_where_the_folder_is_written_differently(
+    root: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    log = write_run(root / "c", [1.0] * 400) / "events" / "events.jsonl.zst"
+    content = log.read_bytes()
+    log.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+    names(root)
+    read.clear()
+    for place, folder in ((root.parent, Path(root.name)), (root, Path()), (root / "a", Path(".."))):
+        monkeypatch.chdir(place)
+        found = RunIndex(folder).summaries()
+        assert read == ["c"]  # whose reason names it
+        assert [each.folder for each in found] == [folder / each for each in ("a", "c", "deep/er/b")]
+        assert found == RunIndex(folder, cache=False).summaries()
+        read.clear()
+
+
 def test_a_run_that_has_changed_is_read_again(root: Path, read: list[str]):
     names(root)
     read.clear()

@@ -16,6 +16,7 @@ import yaml
 
 from pulsetrain.cli import main
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
+from pulsetrain.runs.tags import change_tags
 from tests.pulsetrain.cli.test_cli_time_travel import CONFIG, MODULE
 from tests.support.chromium import headless, needs_chromium, until
 from tests.support.run_folders import BEGUN, SECOND, write_counting_run, write_run
@@ -78,6 +79,14 @@ def test_runs_are_searched_selected_and_drawn(browser: Any):
     until(browser, lambda: int(chart(browser, "val/loss").get_attribute("data-points")) == 12)
     browser.find_element("css selector", "#search").send_keys("b")
     until(browser, lambda: len(browser.find_elements("css selector", "#runs li")) == 1)
+
+
+def test_the_tags_of_a_run_are_listed(browser: Any, root: Path):
+    change_tags(root / "a", added=["paper"])
+    line = browser.find_element("css selector", '#runs li[data-run="a"]')
+    until(browser, lambda: line.text.endswith("\npaper"))
+    change_tags(root / "a", removed=["paper"])
+    until(browser, lambda: "paper" not in line.text)
 
 
 def test_a_condition_selects_and_a_wrong_one_says_why(browser: Any):
