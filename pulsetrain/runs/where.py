@@ -70,7 +70,10 @@ def _metric_of(name: str, runs: Iterable[RunSummary]) -> str | None:
 
 
 def _check_constants(text: str, runs: list[RunSummary]) -> None:
-    """Refuse metrics that no run has, and statuses that there are not: such a condition would select nothing."""
+    """Refuse metrics that no run has, statuses that there are not, and one tag in place of the list of them.
+
+    Such a condition would select nothing.
+    """
     for node in ast.walk(ast.parse(text.strip(), mode="eval")):
         match node:
             case ast.Subscript(ast.Name("best" | "last" as of), ast.Constant(str(name))):
@@ -79,11 +82,14 @@ def _check_constants(text: str, runs: list[RunSummary]) -> None:
                     has = f"no run has a {'best' if of == 'best' else 'newest'} value of {name!r}"
                     hint = did_you_mean(name, known) or f"; there are {', '.join(known) or 'none'}"
                     raise ConfigurationError(f"--where {text!r}: {has}{hint}")
-            case ast.Compare(ast.Name("status"), [ast.Eq() | ast.NotEq()], [ast.Constant(str(name))]):
+            case ast.Compare(ast.Name("status"), [_], [compared]):
                 states = [each.value for each in Status]
-                if name not in states:
-                    hint = did_you_mean(name, states) or f"; choose one of {', '.join(states)}"
-                    raise ConfigurationError(f"--where {text!r}: no run has the status {name!r}{hint}")
+                names = [each.value for each in ast.walk(compared) if isinstance(each, ast.Constant)]
+                if wrong := [str(each) for each in names if each not in states]:
+                    hint = did_you_mean(wrong[0], states) or f"; choose one of {', '.join(states)}"
+                    raise ConfigurationError(f"--where {text!r}: no run has the status {wrong[0]!r}{hint}")
+            case ast.Compare(ast.Name("tags"), [ast.Eq() | ast.NotEq()], [ast.Constant(str(name))]):
+                raise ConfigurationError(f"--where {text!r}: tags is a list; write {name!r} in tags")
 
 
 def select_runs(runs: list[RunSummary], where: str | None) -> list[RunSummary]:

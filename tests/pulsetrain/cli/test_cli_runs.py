@@ -228,6 +228,8 @@ def test_prune_refuses_an_age_that_is_none(days: str, runs: Path, capsys: pytest
         ('epoch > 1 and last["xyz"] < 1', "no run has a newest value of 'xyz'; there are val/loss, val/accuracy"),
         ('status == "complted"', "no run has the status 'complted'; did you mean 'completed'?"),
         ('status != "x"', "no run has the status 'x'; choose one of running, completed"),
+        ('status in ["failed", "runing"]', "no run has the status 'runing'; did you mean 'running'?"),
+        ('tags == "good"', "tags is a list; write 'good' in tags"),
     ],
 )
 def test_a_condition_that_no_run_can_meet_is_refused(
