@@ -171,6 +171,26 @@ def test_the_folder_of_a_sweep_by_a_wrong_metric_can_be_deleted(base: Path, caps
     assert sweep(SWEEP + "replay: runs/a\n") == 0
 
 
+def test_a_sweep_whose_study_could_not_be_made_takes_the_corrected_file(
+    base: Path, capsys: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("psycopg", reason="pip install 'pulsetrain[postgresql]'")
+    right = SWEEP + "replay: runs/a\n"
+    wrong = right.replace("grid", "{name: tpe, startup: 2}\ntrials: 1")
+    assert sweep(wrong) == 2
+    assert "unexpected keyword argument 'startup'" in capsys.readouterr().err
+    assert sweep(right, "--worker", "0") == 2  # another worker may have read the file
+    errors = capsys.readouterr().err
+    assert "or delete this one, in which no trial has completed, once no worker runs there" in errors
+    with monkeypatch.context() as patch:
+        patch.setenv("PULSETRAIN_SWEEP_STORAGE", "postgresql://me@127.0.0.1:1/none")
+        assert sweep(right) == 2
+    assert "the PostgreSQL server cannot be read or written" in capsys.readouterr().err
+    assert sweep(right) == 0
+    assert sweep(wrong.replace("startup", "n_startup_trials")) == 2
+    assert "holds a sweep with other values of sampler" in capsys.readouterr().err
+
+
 def test_runs_of_the_same_configuration_are_named_where_they_could_answer(base: Path, capsys: Streams) -> None:
     config = read_config(Path("base.yaml"), {})
     stopping = {"class_path": "EarlyStopping", "init_args": {"metric": "val/loss", "patience": 9}}
