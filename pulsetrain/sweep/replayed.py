@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.config import BOUNDS, TrainingConfig
+from pulsetrain.configuration.assemble import BACKENDS, STRATEGIES
+from pulsetrain.configuration.names_0_1 import current_path
 from pulsetrain.configuration.parse import differences
+from pulsetrain.configuration.sections import NAMED
 from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine import Every
@@ -44,6 +47,9 @@ def _as_written(default: object) -> object:
         return {name: value for name, value in asdict(default).items() if value is not None}
     return list(default) if isinstance(default, tuple) else default
 
+
+_SHORT_NAMES = {name: getattr(made, "__name__", name) for name, made in {**STRATEGIES, **BACKENDS}.items()}
+"""The names of the shipped strategies' and backends' classes, by the names that a configuration may use."""
 
 _DEFAULTS = {each.name: _as_written(each.default) for each in fields(TrainingConfig) if each.default is not MISSING}
 
@@ -117,7 +123,7 @@ def _is_longer(here: dict[str, Any], there: dict[str, Any], bound: str) -> bool:
 
 
 def _by_name(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "handlers": {name_of(each): _with_arguments(each) for each in config["handlers"]}}
+    return {**config, "handlers": {name_of(each): each for each in config["handlers"]}}
 
 
 def replayed_outcome(spec: Spec, params: dict[str, Any]) -> Outcome:
@@ -156,9 +162,26 @@ def _compared(config: dict[str, Any], base: dict[str, Any], without: set[str]) -
     training = {**_DEFAULTS, **(config.get("training") or {})}
     if (base.get("training") or {}).get("seed") is None:
         training.pop("seed", None)
-    handlers = [each for each in config.get("handlers") or () if name_of(each) not in without]
-    compared: dict[str, Any] = redacted({**config, "run": "", "training": training, "handlers": handlers})
+    handlers = [_named(each) for each in config.get("handlers") or () if name_of(each) not in without]
+    named = {section: _named(config[section]) for section in NAMED if section in config}
+    compared: dict[str, Any] = redacted({**config, **named, "run": "", "training": training, "handlers": handlers})
     return compared
+
+
+def _named(part: Any) -> Any:
+    """A part that names a class, in the one of its forms that every other one is brought to.
+
+    >>> _named("supervised") == _named({"class_path": "pulsetrain.SupervisedStrategy", "init_args": {}})
+    True
+    """
+    if not isinstance(part, str) and not (isinstance(part, dict) and "class_path" in part):
+        return part
+    given = _with_arguments(part)
+    path = current_path(str(given["class_path"]))
+    module, _, name = path.rpartition(".")
+    if module.partition(".")[0] in ("", "pulsetrain") and (name in _SHORT_NAMES or name in HANDLERS):
+        path = _SHORT_NAMES.get(name, name)
+    return {**given, "class_path": path, "init_args": given["init_args"] or {}}
 
 
 def _config_of(run: os.PathLike[str]) -> dict[str, Any]:

@@ -262,6 +262,24 @@ def test_a_default_that_only_the_run_gives_does_not_count(
     assert capsys.readouterr().err.count("note") == 1
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"strategy": {"class_path": "supervised", "init_args": {"loss": "mse"}}},
+        {"strategy": {"class_path": "pulsetrain.SupervisedStrategy", "init_args": {"loss": "mse"}}},
+        {"data": {"class_path": "tiny.loaders", "init_args": None}},
+        {"backend": "pulsetrain.engine.backends.TorchBackend"},
+        {"handlers": [{"class_path": "pulsetrain.handlers.Checkpointer", "init_args": {"every": {"iterations": 7}}},
+                      {"class_path": "EventRecorder"}]},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_another_spelling_of_the_same_class_does_not_count(base: Path, capsys: Streams, other: dict[str, Any]) -> None:
+    configure(base / "runs" / "a", {**read_config(Path("base.yaml"), {}), **other})
+    assert sweep(SWEEP + "replay: [runs/a]\n") == 0
+    assert capsys.readouterr().err.count("note") == 1
+
+
 def test_archives_answer_as_their_runs_do(base: Path, capsys: Streams) -> None:
     configure(base / "runs" / "b", read_config(Path("base.yaml"), {}), seed=7)
     assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
