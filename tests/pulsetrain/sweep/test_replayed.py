@@ -244,6 +244,24 @@ def test_a_run_that_differs_in_other_settings_answers_with_a_note(base: Path, ca
     assert "note: runs/b has no readable config.yaml: whether it was trained as " in errors
 
 
+@pytest.mark.parametrize(
+    ("length", "answer"),
+    [(25, ("completed", 25, "")), (23, ("failed", None, "runs/a: was not validated at iteration 23, where a run of "))],
+)
+def test_a_longer_run_is_read_up_to_the_length_of_the_configuration(
+    base: Path, length: int, answer: tuple[str, int | None, str]
+) -> None:
+    text = (base / "base.yaml").read_text().replace("max_epochs: 6", f"max_iterations: {length}")
+    (base / "base.yaml").write_text(text)
+    configure(base / "runs" / "a", read_config(base / "base.yaml", {}), max_iterations=40)
+    assert sweep(SWEEP.replace("[0, 0.3]", "[0]") + "replay: runs/a\n") == 0
+    first, _, third = read_results(Path("out")).trials
+    assert (first.state, first.iterations, first.values) == ("completed", 15, {"val/loss": 0.8})
+    assert (third.state, third.iterations) == answer[:2]
+    assert answer[2] in third.error
+    assert third.values.get("val/loss", 0.6) == 0.6  # of 0.4 after 40 iterations
+
+
 def test_runs_of_the_configuration_answer_without_a_note(base: Path, capsys: Streams) -> None:
     assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
     assert capsys.readouterr().err.count("note") == 1
@@ -308,7 +326,7 @@ def test_logs_give_the_values_that_training_gives_and_the_best_configuration_tra
     noisy = CONFIG.replace("CSVLogger", f"StepLimit, {STOPPING}").replace("1e-2, optimizer: sgd, seed: 3", "0.15")
     noisy = noisy.replace("StepLimit", "{class_path: StepLimit, init_args: {iterations: 1000}}")
     (base / "base.yaml").write_text(noisy)
-    whole = pulsetrain("train", "base.yaml", "--run", "runs/whole", "--training.seed=7", "--training.max_epochs=4")
+    whole = pulsetrain("train", "base.yaml", "--run", "runs/whole", "--training.seed=7")
     assert whole.returncode == 0, whole.stderr
     (base / "base.yaml").write_text(noisy.replace("max_epochs: 6", "max_epochs: 4"))
     text = SWEEP.replace("EarlyStopping.min_delta: [0, 0.3]", "StepLimit.iterations: [15, 20, 35]")
