@@ -162,6 +162,18 @@ def _or_delete(saved: Spec, folder: Path) -> str:
     return ", or delete this one, in which no trial has completed, once no worker runs there"
 
 
+def _started(make: Callable[[], BaseProcess]) -> BaseProcess:
+    """Start a process, again if the one that forks it is killed meanwhile; the trial has a lock for one at a time."""
+    for _ in range(MOST_DEATHS - 1):
+        process = make()
+        with contextlib.suppress(EOFError, ConnectionError):
+            process.start()
+            return process
+    process = make()
+    process.start()
+    return process
+
+
 def _check_checkpoint(parent: Path, at: int) -> None:
     """Refuse a parent without a checkpoint of its end: a fork would train the iterations since then again."""
     steps = [step_of(each) for each in find_checkpoints(parent / "checkpoints")]
@@ -306,8 +318,7 @@ class _Coordinator:
         except CheckpointError as error:  # of the parent
             self._tell(trial, (), str(error))
             return
-        process = self._context.Process(target=run_job, args=(job, self._main))
-        process.start()
+        process = _started(lambda: self._context.Process(target=run_job, args=(job, self._main)))
         self._active[process.sentinel] = _Active(trial, process, deaths)
 
     def _job(self, number: int, params: dict[str, Any]) -> Job:
