@@ -50,7 +50,7 @@ from pulsetrain.sweep.trials import (
     settings_of,
     trial_folder,
 )
-from pulsetrain.sweep.workers import has_left, owned_by, owner_of
+from pulsetrain.sweep.workers import ID, has_left, owned_by, owner_of
 
 __all__ = ["check_sweep", "run_sweep"]
 
@@ -101,7 +101,7 @@ def run_sweep(
     """
     folder = Path(spec.folder)
     with _owned(folder, worker), storage_errors(spec):
-        spec = _claim(spec, folder)
+        spec = _claim(spec, folder, is_alone=worker is None)
         return _Coordinator(spec, main, ended, worker).run()
 
 
@@ -131,8 +131,8 @@ def _owned(folder: Path, worker: str | None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _claim(spec: Spec, folder: Path) -> Spec:
-    if (folder / "sweep.yaml").exists():
+def _claim(spec: Spec, folder: Path, *, is_alone: bool) -> Spec:
+    if (folder / "sweep.yaml").exists() and (_has_begun(folder) or not is_alone):
         if spec.storage is not None:
             os.environ[STORAGE] = spec.storage
         saved = read_saved(folder)
@@ -147,13 +147,31 @@ def _claim(spec: Spec, folder: Path) -> Spec:
     return spec
 
 
+def _has_begun(folder: Path) -> bool:
+    """Whether the study was made, which fails for a wrong option of the sampler or a server that does not answer."""
+    return any((folder / name).exists() for name in ("sweep.sqlite", ID, "trials"))
+
+
 def _or_delete(saved: Spec, folder: Path) -> str:
     """The other remedy for a sweep that has no results yet, as where its metric was wrong; a server keeps its study."""
-    if saved.storage is not None or not (folder / "sweep.sqlite").is_file():
+    has_study = (folder / "sweep.sqlite").is_file()
+    if saved.storage is not None or (not has_study and _has_begun(folder)):
         return ""
-    if any(each.state in ("completed", "pruned") for each in read_results(folder).trials):
+    if has_study and any(each.state in ("completed", "pruned") for each in read_results(folder).trials):
         return ""
     return ", or delete this one, in which no trial has completed, once no worker runs there"
+
+
+def _started(make: Callable[[], BaseProcess]) -> BaseProcess:
+    """Start a process, again if the one that forks it is killed meanwhile; the trial has a lock for one at a time."""
+    for _ in range(MOST_DEATHS - 1):
+        process = make()
+        with contextlib.suppress(EOFError, ConnectionError):
+            process.start()
+            return process
+    process = make()
+    process.start()
+    return process
 
 
 def _check_checkpoint(parent: Path, at: int) -> None:
@@ -300,8 +318,7 @@ class _Coordinator:
         except CheckpointError as error:  # of the parent
             self._tell(trial, (), str(error))
             return
-        process = self._context.Process(target=run_job, args=(job, self._main))
-        process.start()
+        process = _started(lambda: self._context.Process(target=run_job, args=(job, self._main)))
         self._active[process.sentinel] = _Active(trial, process, deaths)
 
     def _job(self, number: int, params: dict[str, Any]) -> Job:

@@ -10,14 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.config import BOUNDS, TrainingConfig
+from pulsetrain.config import TrainingConfig
+from pulsetrain.configuration.assemble import BACKENDS, STRATEGIES
+from pulsetrain.configuration.names_0_1 import current_path
 from pulsetrain.configuration.parse import differences
+from pulsetrain.configuration.sections import NAMED
 from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.configuration.yaml_text import read_yaml
-from pulsetrain.engine import Every
+from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.reproduce.what_if import check_apart, make_handler, replay_to
 from pulsetrain.runs.index import RunIndex
@@ -38,12 +42,19 @@ _NOTED = ("handlers", "metrics", *(f"training.{name}" for name in (
 """Settings in which a replayed run may differ from the configuration, with a note; others change what is trained."""
 
 
+_LENGTHS = ("max_epochs", "max_iterations")
+"""Bounds that a replayed run may exceed: where the configuration's run would have ended is in the log."""
+
+
 def _as_written(default: object) -> object:
     """A default of a setting as a configuration would give it."""
     if isinstance(default, Every):
         return {name: value for name, value in asdict(default).items() if value is not None}
     return list(default) if isinstance(default, tuple) else default
 
+
+_SHORT_NAMES = {name: getattr(made, "__name__", name) for name, made in {**STRATEGIES, **BACKENDS}.items()}
+"""The names of the shipped strategies' and backends' classes, by the names that a configuration may use."""
 
 _DEFAULTS = {each.name: _as_written(each.default) for each in fields(TrainingConfig) if each.default is not MISSING}
 
@@ -95,14 +106,14 @@ def notable_differences(spec: Spec) -> Iterator[str]:
 def _differences(spec: Spec, run: os.PathLike[str]) -> tuple[list[str], list[str]]:
     """The settings in which a run was trained otherwise than the configuration says, and those that are only noted.
 
-    A longer run is noted: until a handler ends it, it is that of the configuration, unless a schedule depends on its
-    length. A shorter one does not know what would have followed.
+    A longer run is noted: up to the configuration's length it is the same, unless a schedule depends on the length. A
+    shorter one does not know what would have followed.
     """
     base, config, varied = dict(spec.base or {}), _config_of(run), set(_varied(spec).values())
     if not config:
         return [], []
     here, there = (_compared({"backend": "torch", **each}, base, varied) for each in (base, config))
-    longer = {f"training.{name}" for name in BOUNDS if _is_longer(here["training"], there["training"], name)}
+    longer = {f"training.{name}" for name in _LENGTHS if _is_longer(here["training"], there["training"], name)}
     other, noted = list[str](), list[str]()
     for text in differences(_by_name(here), _by_name(there)):
         setting = text.partition(":")[0]
@@ -117,7 +128,7 @@ def _is_longer(here: dict[str, Any], there: dict[str, Any], bound: str) -> bool:
 
 
 def _by_name(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "handlers": {name_of(each): _with_arguments(each) for each in config["handlers"]}}
+    return {**config, "handlers": {name_of(each): each for each in config["handlers"]}}
 
 
 def replayed_outcome(spec: Spec, params: dict[str, Any]) -> Outcome:
@@ -156,9 +167,26 @@ def _compared(config: dict[str, Any], base: dict[str, Any], without: set[str]) -
     training = {**_DEFAULTS, **(config.get("training") or {})}
     if (base.get("training") or {}).get("seed") is None:
         training.pop("seed", None)
-    handlers = [each for each in config.get("handlers") or () if name_of(each) not in without]
-    compared: dict[str, Any] = redacted({**config, "run": "", "training": training, "handlers": handlers})
+    handlers = [_named(each) for each in config.get("handlers") or () if name_of(each) not in without]
+    named = {section: _named(config[section]) for section in NAMED if section in config}
+    compared: dict[str, Any] = redacted({**config, **named, "run": "", "training": training, "handlers": handlers})
     return compared
+
+
+def _named(part: Any) -> Any:
+    """A part that names a class, in the one of its forms that every other one is brought to.
+
+    >>> _named("supervised") == _named({"class_path": "pulsetrain.SupervisedStrategy", "init_args": {}})
+    True
+    """
+    if not isinstance(part, str) and not (isinstance(part, dict) and "class_path" in part):
+        return part
+    given = _with_arguments(part)
+    path = current_path(str(given["class_path"]))
+    module, _, name = path.rpartition(".")
+    if module.partition(".")[0] in ("", "pulsetrain") and (name in _SHORT_NAMES or name in HANDLERS):
+        path = _SHORT_NAMES.get(name, name)
+    return {**given, "class_path": path, "init_args": given["init_args"] or {}}
 
 
 def _config_of(run: os.PathLike[str]) -> dict[str, Any]:
@@ -191,12 +219,32 @@ def _location(handler: dict[str, Any]) -> str:
 
 
 def _outcome(spec: Spec, run: os.PathLike[str], handlers: list[dict[str, Any]]) -> Outcome:
-    replay = Replay(EventLog(run), obey_terminate=True)
+    log = EventLog(run)
+    replay = Replay(log, obey_terminate=True)
     stop = replay_to(replay, [make_handler(each, _location(each)) for each in handlers])
-    if stop is None and (ended := summarize(Path(run))).status is not Status.COMPLETED:
+    ended = summarize(Path(run))
+    end = _end_of(spec, log)
+    if end is not None and end < (ended.iteration if stop is None else stop.iteration):
+        if next(log.read(event={each.value for each in METRIC_EVENTS}, iteration=(end, end)), None) is None:
+            raise RecordingError(
+                f"{run}: was not validated at iteration {end}, where a run of {spec.config} ends, and these values "
+                "would not have ended it until then; replay a run of that length, or add --train"
+            )
+        return outcome_of(spec, run, upto=end)
+    if stop is None and ended.status is not Status.COMPLETED:
         why = f" ({ended.reason})" if ended.reason else ""
         raise RecordingError(
             f"{run}: is {ended.status.value} at iteration {ended.iteration}{why}, and these values would not have "
             "ended it until then; replay a run that was not ended early, or add --train"
         )
     return outcome_of(spec, run, stop)
+
+
+def _end_of(spec: Spec, log: EventLog) -> int | None:
+    """The iteration at which a run of the configuration ends; None if the log of a replayed one does not say it."""
+    epochs, iterations = (({**_DEFAULTS, **((spec.base or {}).get("training") or {})}).get(name) for name in _LENGTHS)
+    if iterations is not None:
+        return int(iterations)
+    found = log.read(engine=log.main_engine, event=Events.EPOCH_COMPLETED.value, epoch=(epochs, epochs))
+    last = None if epochs is None else next(found, None)
+    return None if last is None else last.iteration

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.configuration.messages import unknown
-from pulsetrain.configuration.parse import read_config
+from pulsetrain.configuration.parse import differences, read_config
 from pulsetrain.configuration.yaml_text import dump_yaml, read_yaml
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import infer_mode
@@ -19,7 +19,8 @@ from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = [
-    "ENTRIES", "SAMPLERS", "Range", "Spec", "described", "differing", "read_saved", "read_spec", "write_saved",
+    "ENTRIES", "SAMPLERS", "Range", "Spec", "changed_entries", "described", "differing", "read_saved", "read_spec",
+    "write_saved",
 ]  # fmt: skip
 
 SAMPLERS = ("grid", "random", "tpe", "cmaes", "nsga2", "population")
@@ -388,6 +389,18 @@ def described(spec: Spec) -> dict[str, Any]:
     }
 
 
+def changed_entries(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names of the entries that differ, and the settings in which the configuration does.
+
+    Args:
+        before: as `described` returns it.
+        now: likewise; what it lacks is not compared.
+    """
+    changed = [name for name in now if before.get(name) != now[name]]
+    settings = "; ".join(differences(before.get("base"), now.get("base")))
+    return [f"the configuration ({settings})" if name == "base" else name for name in changed]
+
+
 def differing(saved: Spec, now: Spec) -> list[str]:
     """The entries in which a sweep that has begun differs from its file, except those that may change.
 
@@ -395,6 +408,5 @@ def differing(saved: Spec, now: Spec) -> list[str]:
     """
     if saved.storage is None and now.storage is None:
         now = replace(now, study=saved.study)
-    before, after = described(saved), described(now)
-    changed = [name for name in before if before[name] != after[name]]
+    changed = changed_entries(described(saved), described(now))
     return [*changed, "storage"] if (saved.storage is None) != (now.storage is None) else changed

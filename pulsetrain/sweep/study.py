@@ -16,7 +16,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optional import load_optional
 from pulsetrain.handlers.run_files.redaction import REDACTED, redacted
 from pulsetrain.sweep.population import values_of
-from pulsetrain.sweep.spec import Spec, described
+from pulsetrain.sweep.spec import Spec, changed_entries, described
 
 __all__ = ["adopted", "draw", "drawing_alone", "front_of", "open_study", "set_sampler", "storage_errors"]
 
@@ -79,7 +79,7 @@ def _check_sweep(study: Any, spec: Spec) -> None:
     noted = study.user_attrs.get(_SWEEP)
     if noted is None:
         study.set_user_attr(_SWEEP, now)
-    elif changed := [name for name in now if noted.get(name) != now[name]]:
+    elif changed := changed_entries(noted, now):
         raise ConfigurationError(
             f"study: the server has the study {spec.study!r} of a sweep with other values of {', '.join(changed)}; "
             "choose another name in the entry study"

@@ -247,13 +247,14 @@ def _stop_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def outcome_of(spec: Spec, folder: os.PathLike[str], stop: Stop | None = None) -> Outcome:
+def outcome_of(spec: Spec, folder: os.PathLike[str], stop: Stop | None = None, *, upto: int | None = None) -> Outcome:
     """Read what a run has recorded.
 
     Args:
         spec: the sweep.
         folder: of the run.
         stop: where a replayed handler would have ended the run; by default it is read to its end.
+        upto: the last iteration that is read, where no handler would have ended it before.
 
     Raises:
         MetricNotFoundError: no validation has reported the metric; the message lists those that it had.
@@ -262,7 +263,7 @@ def outcome_of(spec: Spec, folder: os.PathLike[str], stop: Stop | None = None) -
     found: dict[str, list[float]] = {name: [] for name in spec.metric}
     seen: dict[str, object] = {}
     reason, iteration = "", 0 if stop is None else stop.iteration
-    upto = None if stop is None else stop.iteration
+    upto = upto if stop is None else stop.iteration
     names = {"terminate", "completed", *(each.value for each in METRIC_EVENTS)}
     for event in EventLog(folder).read(event=names, iteration=(None, upto)):
         if stop is not None and stop.event not in names and event.seq > stop.seq:

@@ -19,10 +19,10 @@ from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.file_lock import lock
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
-__all__ = ["check_name", "folder_of", "has_left", "owned_by", "owner_of"]
+__all__ = ["ID", "check_name", "folder_of", "has_left", "owned_by", "owner_of"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-_ID = "sweep.id"
+ID = "sweep.id"  # made once the study is there
 _ATTEMPTS, _PAUSE = 20, 0.25  # another worker that looks whether this one is there holds the lock for a moment
 
 
@@ -45,7 +45,7 @@ def owner_of(folder: Path, worker: str | None) -> dict[str, str | None]:
         folder: of the sweep.
         worker: the name of the process among several; None if it is the only one.
     """
-    file = folder / _ID
+    file = folder / ID
     if not file.exists():
         replace_file(file, uuid.uuid4().hex.encode())
     return {"id": file.read_text(encoding="utf-8"), "worker": worker, "folder": str(folder.resolve())}

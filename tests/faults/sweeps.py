@@ -2,6 +2,7 @@
 
     python -m tests.faults.sweeps --trials 64 --kills 20 --seed 0
     python -m tests.faults.sweeps --sampler population --trials 24 --kills 10
+    python -m tests.faults.sweeps --pruner asha --trials 16 --kills 20
 
 At random moments either the whole process group is killed (SIGKILL), the coordinator alone, or one process of a trial.
 Compared bit for bit: the trials' settings, states and values, and of each run its deterministic events, its metrics and
@@ -49,7 +50,15 @@ handlers: [{class_path: Checkpointer, init_args: {every: {iterations: 7}}}, Even
 """
 
 
-def write_sweep(folder: Path, trials: int, workers: int = 2, sampler: str = "grid") -> None:
+PRUNERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "median": {"n_startup_trials": 2},
+    "asha": {"min_resource": 1, "reduction_factor": 2},
+    "hyperband": {"min_resource": 1, "max_resource": 6, "reduction_factor": 2},
+}
+
+
+def write_sweep(folder: Path, trials: int, workers: int = 2, sampler: str = "grid", pruner: str = "none") -> None:
     """The files of a sweep over a grid of so many combinations, or of a population of six."""
     (folder / "tiny.py").write_text(MODEL)
     (folder / "base.yaml").write_text(CONFIG)
@@ -64,10 +73,13 @@ def write_sweep(folder: Path, trials: int, workers: int = 2, sampler: str = "gri
         (folder / "sweep.yaml").write_text(json.dumps(population))
         return
     rates = [round(0.001 * (1 + index), 6) for index in range(trials // 2)]
-    sweep = {
+    sweep: dict[str, Any] = {
         "config": "base.yaml", "sampler": "grid", "metric": "val/loss", "workers": workers,
         "space": {"training.learning_rate": rates, "model.init_args.width": [4, 6]},
     }  # fmt: skip
+    if pruner != "none":  # its decisions depend on the order in which several workers report
+        # from the study's name, by default that of the folder, Hyperband derives the bracket of each trial
+        sweep |= {"workers": 1, "pruner": {"name": pruner, **PRUNERS[pruner]}, "study": "pruned"}
     (folder / "sweep.yaml").write_text(json.dumps(sweep))
 
 
@@ -126,10 +138,12 @@ def outcome(folder: Path) -> dict[str, Any]:
     return found
 
 
-def run(trials: int, kills: int, seed: int, folder: Path, sampler: str = "grid") -> dict[str, Any]:
+def run(
+    trials: int, kills: int, seed: int, folder: Path, sampler: str = "grid", pruner: str = "none"
+) -> dict[str, Any]:
     """A sweep that is not killed, and one that is; what was done, and the differences."""
     draw, begun = random.Random(seed), time.perf_counter()
-    write_sweep(folder, trials, sampler=sampler)
+    write_sweep(folder, trials, sampler=sampler, pruner=pruner)
     assert start(folder, "whole").wait() == 0, (folder / "whole.txt").read_text()
     seconds = time.perf_counter() - begun
     done = {"group": 0, "coordinator": 0, "other": 0}
@@ -163,11 +177,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sampler", choices=("grid", "population"), default="grid")
+    parser.add_argument("--pruner", choices=tuple(PRUNERS), default="none", help="of a grid, with one worker")
     arguments = parser.parse_args()
+    if arguments.sampler == "population" and arguments.pruner != "none":
+        parser.error("--pruner: is for a grid")
     if arguments.sampler == "population" and arguments.trials % 6:
         parser.error("--trials: a population has six members; give a multiple")
     with tempfile.TemporaryDirectory() as folder:
-        done = run(arguments.trials, arguments.kills, arguments.seed, Path(folder), arguments.sampler)
+        done = run(arguments.trials, arguments.kills, arguments.seed, Path(folder), arguments.sampler, arguments.pruner)
     print(json.dumps(done))
     return (
         bool(done["differences"]) or done["trials"] != arguments.trials or sum(done["kills"].values()) < arguments.kills

@@ -277,10 +277,13 @@ def test_the_example_finds_a_better_learning_rate(base: Path) -> None:
     assert best.values["val/accuracy"] > before
 
 
-def test_a_trial_whose_process_was_killed_is_interrupted(tmp_path: Path):
+def test_a_trial_whose_process_was_killed_or_stopped_is_interrupted(tmp_path: Path):
     folder = write_run(tmp_path / "0000", [1.0], None, closed=False)
+    stopped = write_run(tmp_path / "0002", [1.0], "terminate", reason="SIGTERM")
     states = [
         _noting_killed(Trial(0, state, {}, {}, where, "")).state
-        for state, where in (("running", folder), ("completed", folder), ("running", tmp_path / "0001"))
-    ]
-    assert states == ["interrupted", "completed", "running"]
+        for state, where in (
+            ("running", folder), ("completed", folder), ("running", tmp_path / "0001"), ("running", stopped)
+        )
+    ]  # fmt: skip
+    assert states == ["interrupted", "completed", "running", "interrupted"]

@@ -171,6 +171,26 @@ def test_the_folder_of_a_sweep_by_a_wrong_metric_can_be_deleted(base: Path, caps
     assert sweep(SWEEP + "replay: runs/a\n") == 0
 
 
+def test_a_sweep_whose_study_could_not_be_made_takes_the_corrected_file(
+    base: Path, capsys: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("psycopg", reason="pip install 'pulsetrain[postgresql]'")
+    right = SWEEP + "replay: runs/a\n"
+    wrong = right.replace("grid", "{name: tpe, startup: 2}\ntrials: 1")
+    assert sweep(wrong) == 2
+    assert "unexpected keyword argument 'startup'" in capsys.readouterr().err
+    assert sweep(right, "--worker", "0") == 2  # another worker may have read the file
+    errors = capsys.readouterr().err
+    assert "or delete this one, in which no trial has completed, once no worker runs there" in errors
+    with monkeypatch.context() as patch:
+        patch.setenv("PULSETRAIN_SWEEP_STORAGE", "postgresql://me@127.0.0.1:1/none")
+        assert sweep(right) == 2
+    assert "the PostgreSQL server cannot be read or written" in capsys.readouterr().err
+    assert sweep(right) == 0
+    assert sweep(wrong.replace("startup", "n_startup_trials")) == 2
+    assert "holds a sweep with other values of sampler" in capsys.readouterr().err
+
+
 def test_runs_of_the_same_configuration_are_named_where_they_could_answer(base: Path, capsys: Streams) -> None:
     config = read_config(Path("base.yaml"), {})
     stopping = {"class_path": "EarlyStopping", "init_args": {"metric": "val/loss", "patience": 9}}
@@ -224,6 +244,24 @@ def test_a_run_that_differs_in_other_settings_answers_with_a_note(base: Path, ca
     assert "note: runs/b has no readable config.yaml: whether it was trained as " in errors
 
 
+@pytest.mark.parametrize(
+    ("length", "answer"),
+    [(25, ("completed", 25, "")), (23, ("failed", None, "runs/a: was not validated at iteration 23, where a run of "))],
+)
+def test_a_longer_run_is_read_up_to_the_length_of_the_configuration(
+    base: Path, length: int, answer: tuple[str, int | None, str]
+) -> None:
+    text = (base / "base.yaml").read_text().replace("max_epochs: 6", f"max_iterations: {length}")
+    (base / "base.yaml").write_text(text)
+    configure(base / "runs" / "a", read_config(base / "base.yaml", {}), max_iterations=40)
+    assert sweep(SWEEP.replace("[0, 0.3]", "[0]") + "replay: runs/a\n") == 0
+    first, _, third = read_results(Path("out")).trials
+    assert (first.state, first.iterations, first.values) == ("completed", 15, {"val/loss": 0.8})
+    assert (third.state, third.iterations) == answer[:2]
+    assert answer[2] in third.error
+    assert third.values.get("val/loss", 0.6) == 0.6  # of 0.4 after 40 iterations
+
+
 def test_runs_of_the_configuration_answer_without_a_note(base: Path, capsys: Streams) -> None:
     assert sweep(SWEEP + "replay: [runs/a, runs/b]\n") == 0
     assert capsys.readouterr().err.count("note") == 1
@@ -238,6 +276,24 @@ def test_a_default_that_only_the_run_gives_does_not_count(
     config = read_config(Path("base.yaml"), {})
     assert setting not in config["training"]
     configure(base / "runs" / "a", config, **{setting: default})
+    assert sweep(SWEEP + "replay: [runs/a]\n") == 0
+    assert capsys.readouterr().err.count("note") == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"strategy": {"class_path": "supervised", "init_args": {"loss": "mse"}}},
+        {"strategy": {"class_path": "pulsetrain.SupervisedStrategy", "init_args": {"loss": "mse"}}},
+        {"data": {"class_path": "tiny.loaders", "init_args": None}},
+        {"backend": "pulsetrain.engine.backends.TorchBackend"},
+        {"handlers": [{"class_path": "pulsetrain.handlers.Checkpointer", "init_args": {"every": {"iterations": 7}}},
+                      {"class_path": "EventRecorder"}]},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_another_spelling_of_the_same_class_does_not_count(base: Path, capsys: Streams, other: dict[str, Any]) -> None:
+    configure(base / "runs" / "a", {**read_config(Path("base.yaml"), {}), **other})
     assert sweep(SWEEP + "replay: [runs/a]\n") == 0
     assert capsys.readouterr().err.count("note") == 1
 
@@ -270,7 +326,7 @@ def test_logs_give_the_values_that_training_gives_and_the_best_configuration_tra
     noisy = CONFIG.replace("CSVLogger", f"StepLimit, {STOPPING}").replace("1e-2, optimizer: sgd, seed: 3", "0.15")
     noisy = noisy.replace("StepLimit", "{class_path: StepLimit, init_args: {iterations: 1000}}")
     (base / "base.yaml").write_text(noisy)
-    whole = pulsetrain("train", "base.yaml", "--run", "runs/whole", "--training.seed=7", "--training.max_epochs=4")
+    whole = pulsetrain("train", "base.yaml", "--run", "runs/whole", "--training.seed=7")
     assert whole.returncode == 0, whole.stderr
     (base / "base.yaml").write_text(noisy.replace("max_epochs: 6", "max_epochs: 4"))
     text = SWEEP.replace("EarlyStopping.min_delta: [0, 0.3]", "StepLimit.iterations: [15, 20, 35]")

@@ -165,7 +165,9 @@ def test_only_trials_and_workers_may_change(base: Path) -> None:
     spec = read_spec(written(base))
     assert differing(spec, replace(spec, workers=2, trials=1)) == []
     assert differing(spec, replace(spec, seed=2)) == ["seed"]
-    assert differing(spec, replace(spec, base={**(spec.base or {}), "data": "tiny.others"})) == ["base"]
+    assert differing(spec, replace(spec, base={**(spec.base or {}), "data": "tiny.others"})) == [
+        "the configuration (data: 'tiny.loaders' -> 'tiny.others')"
+    ]
 
 
 def test_a_renamed_folder_keeps_its_study_and_a_sweep_its_kind_of_storage(base: Path) -> None:

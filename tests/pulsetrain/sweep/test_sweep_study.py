@@ -107,5 +107,5 @@ def test_a_study_on_a_server_is_that_of_the_sweep_that_made_it(tmp_path: Path) -
     study = open_study(replace(SPEC, folder=str(tmp_path)))
     _check_sweep(study, spec)
     _check_sweep(study, spec)
-    with pytest.raises(ConfigurationError, match="a sweep with other values of base; choose another name"):
+    with pytest.raises(ConfigurationError, match=r"values of the configuration \(data.limit: inf -> 1.0\); choose"):
         _check_sweep(study, replace(spec, base={"data": {**data, "limit": 1.0}}))

@@ -12,6 +12,7 @@ import pytest
 from pulsetrain.cli import main
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.file_lock import lock
+from pulsetrain.sweep.coordinator import _started
 from pulsetrain.sweep.results import read_results
 from pulsetrain.sweep.workers import check_name, has_left, owned_by, owner_of
 from tests.support.training_jobs import processes_with, until, write_run
@@ -107,3 +108,17 @@ def test_the_trials_of_a_killed_worker_are_continued_by_the_others(base: Path, s
     assert sampler == "random" or sorted(drawn) == RATES
     assert Path("out/best.yaml").exists()
     until(lambda: not list(processes_with(str(base))))
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError])
+def test_a_process_is_started_again_where_the_one_that_forks_it_was_killed(error: type[Exception]) -> None:
+    class Killed:
+        starts = 0
+
+        def start(self) -> None:
+            Killed.starts += 1
+            if Killed.starts == 1:
+                raise error
+
+    assert isinstance(_started(Killed), Killed)  # type: ignore[arg-type]
+    assert Killed.starts == 2
