@@ -12,7 +12,7 @@ from pulsetrain.cli.interrupts import sigterm_interrupts
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, until_closed
 from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.plain_text import plain
-from pulsetrain.runs.summary import Status, is_in_progress, is_run, summarize
+from pulsetrain.runs.summary import is_in_progress, is_run, summarize
 from pulsetrain.sweep.population import lineage_of
 from pulsetrain.sweep.results import SweepResults, Trial, read_results, text_of
 from pulsetrain.sweep.spec import Spec, read_saved, read_spec
@@ -111,8 +111,7 @@ def _noting_killed(trial: Trial) -> Trial:
     """The trial; one whose process was killed or stopped, which the storage does not notice, is "interrupted"."""
     if trial.state != "running" or not is_run(trial.folder) or is_in_progress(trial.folder):
         return trial
-    is_left = summarize(trial.folder).status in (Status.KILLED, Status.STOPPED)
-    return replace(trial, state="interrupted") if is_left else trial
+    return replace(trial, state=trial.state_with(summarize(trial.folder).status))
 
 
 def _line(trial: Trial) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from pulsetrain.engine.errors import PulsetrainError
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.runs.listing import path_of
-from pulsetrain.runs.summary import RunSummary
+from pulsetrain.runs.summary import RunSummary, Status
 from pulsetrain.sweep.results import read_results
 
 __all__ = ["sweeps_of"]
@@ -24,10 +24,11 @@ def sweeps_of(folders: Iterable[Path], runs: Mapping[str, RunSummary], root: Pat
         root: what the paths of sweeps are relative to.
     """
     by_folder = {run.folder.resolve(): name for name, run in runs.items()}
-    return [_sweep(folder, by_folder, root) for folder in sorted(folders)]
+    statuses = {name: run.status for name, run in runs.items()}
+    return [_sweep(folder, by_folder, statuses, root) for folder in sorted(folders)]
 
 
-def _sweep(folder: Path, by_folder: Mapping[Path, str], root: Path) -> dict[str, Any]:
+def _sweep(folder: Path, by_folder: Mapping[Path, str], statuses: Mapping[str, Status], root: Path) -> dict[str, Any]:
     described: dict[str, Any] = {"id": path_of(folder.resolve(), root.resolve())}
     try:
         results = read_results(folder)
@@ -36,11 +37,11 @@ def _sweep(folder: Path, by_folder: Mapping[Path, str], root: Path) -> dict[str,
     best = results.best
     trials = [
         {
-            "number": each.number, "state": each.state, "params": redacted(dict(each.params)),
-            "values": dict(each.values), "error": redacted(each.error), "run": by_folder.get(each.folder.resolve()),
-            "iterations": each.iterations,
+            "number": each.number, "state": each.state_with(statuses.get(run or "")), "params": redacted(dict(each.params)),
+            "values": dict(each.values), "error": redacted(each.error), "run": run, "iterations": each.iterations,
         }
         for each in results.ordered
+        for run in [by_folder.get(each.folder.resolve())]
     ]  # fmt: skip
     return {
         **described, "metrics": list(results.directions), "directions": dict(results.directions), "trials": trials,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.runs.summary import Status
 from pulsetrain.sweep.workers import folder_of
 
 __all__ = ["SweepResults", "Trial", "read_results", "results_of", "text_of"]
@@ -38,6 +39,11 @@ class Trial:
         """Its metrics in one line."""
         texts = [f"{name} {text_of(value)}" for name, value in self.values.items()]
         return ", ".join([*texts, *([f"{self.iterations:,} iterations"] if self.iterations is not None else [])])
+
+    def state_with(self, status: Status | None) -> str:
+        """Its state, where its run has this status: "interrupted" after an end that the storage did not notice."""
+        was_left = self.state == "running" and status in (Status.KILLED, Status.STOPPED)
+        return "interrupted" if was_left else self.state
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
 from pulsetrain.runs.index import RunIndex
 from pulsetrain.runs.listing import path_of
 from pulsetrain.serve.sweeps import sweeps_of
+from pulsetrain.sweep.study import open_study
 from tests.pulsetrain.sweep.test_sweep_pictures import add_trials, spec_of
 from tests.support.run_folders import write_run
 
@@ -45,6 +46,18 @@ def test_the_trials_are_listed_with_their_runs_the_best_first(folder: Path, monk
     assert (trials[3]["state"], trials[3]["error"]) == ("failed", "<script>alert(1)</script>")
     assert (folder / "sweep.sqlite").read_bytes() == before
     assert not list(folder.glob("sweep.sqlite-*"))
+
+
+def test_a_trial_whose_process_was_killed_or_stopped_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    study = open_study(spec_of(tmp_path, "val/loss", monkeypatch, "runs"))
+    trials = tmp_path / "runs" / "trials"
+    for _ in range(3):
+        study.ask()
+    write_run(trials / "0000", [1.0], None, closed=False)
+    write_run(trials / "0001", [1.0], "terminate", reason="SIGTERM")
+    (found,) = found_below(tmp_path)
+    states = {each["number"]: each["state"] for each in found["trials"]}  # type: ignore[attr-defined]
+    assert states == {0: "interrupted", 1: "interrupted", 2: "running"}
 
 
 def test_the_folder_may_be_the_sweep_itself(folder: Path):
