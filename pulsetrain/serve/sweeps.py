@@ -37,8 +37,9 @@ def _sweep(folder: Path, by_folder: Mapping[Path, str], statuses: Mapping[str, S
     best = results.best
     trials = [
         {
-            "number": each.number, "state": each.state_with(statuses.get(run or "")), "params": redacted(dict(each.params)),
-            "values": dict(each.values), "error": redacted(each.error), "run": run, "iterations": each.iterations,
+            "number": each.number, "state": each.state_with(statuses.get(run or "")), "run": run,
+            "params": redacted(dict(each.params)), "values": dict(each.values), "error": redacted(each.error),
+            "iterations": each.iterations,
         }
         for each in results.ordered
         for run in [by_folder.get(each.folder.resolve())]
