@@ -61,7 +61,7 @@ def timed(work: Any) -> float:
 def synchronous(folder: Path, megabytes: int, rounds: int) -> tuple[float, float]:
     """The time of a durable save divided by the peer's, and by that of torch.save alone: ratios of lower quartiles.
 
-    On a virtual machine, writing into memory that its host has taken back costs half as much again, in some rounds of
+    On a virtual machine, writing into memory that its host has reclaimed costs half as much again, in some rounds of
     either: a median over few rounds is that of the ones with such memory, or of the others.
     """
     state = make_state(megabytes)
