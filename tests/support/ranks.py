@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -18,7 +17,9 @@ import torch
 import torch._dynamo  # which the first optimizer imports for a second: else each process does so by itself
 import torch.distributed
 
-__all__ = ["Ended", "free_port", "in_processes"]
+from tests.support.ports import free_port
+
+__all__ = ["Ended", "in_processes"]
 
 
 class Ended:
@@ -26,13 +27,6 @@ class Ended:
 
     def __init__(self, status: int, value: Any, error: str, stderr: str) -> None:
         self.status, self.value, self.error, self.stderr = status, value, error, stderr
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def in_processes(

@@ -1,7 +1,6 @@
 """A sampler over a server: the protocol, its weights, its importance weights, and what goes wrong."""
 
 import re
-import socket
 from itertools import pairwise
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from pulsetrain.engine.rollouts.server import ServerError
 from pulsetrain.handlers import Checkpointer
 from tests.support.models import Tokens, trainer
 from tests.support.models_language import refusal
+from tests.support.ports import free_port
 from tests.support.rollouts import PROMPTS, VOCABULARY, Reward, texts
 from tests.support.runs_backends import saved
 from tests.support.runs_strategies import differences
@@ -158,9 +158,7 @@ def test_a_run_with_a_server_is_recorded_and_resumes(server, tmp_path):
 
 
 def test_a_server_that_is_gone_is_named(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ServerError, match=rf"^ServerSampler\(url='{url}'\): the server cannot be reached") as caught:
         ServerSampler(url)([[1]], 2)
     assert isinstance(caught.value, ConnectionError)

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import CSVLogger, MLflowLogger
 from tests.support.engines import log, log_each_iteration, make_engine
+from tests.support.ports import free_port
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 with warnings.catch_warnings():
@@ -53,9 +53,7 @@ class Server:
     def start(self):
         if self._process is not None:
             return self
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         places = ["--backend-store-uri", self.store, "--artifacts-destination", str(self.folder / "artifacts")]
         with (self.folder / "server.txt").open("w") as output:

@@ -19,8 +19,8 @@ import pytest
 from pulsetrain.cli import main, results
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.engine.recording import EventLog
+from tests.support.ports import free_port
 from tests.support.programs_examples import EXAMPLES
-from tests.support.ranks import free_port
 
 RUN = [
     "--run=runs/a",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.submit.kubernetes import Cluster, apply, manifest, manifest_text
 from pulsetrain.submit.submission import Resources, Submission
 from tests.support.jobset_definition import fields_of, reduced
+from tests.support.ports import free_port
 from tests.support.training_jobs import loads, losses, until, write_run
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -117,9 +117,7 @@ def test_a_run_on_two_nodes_meets_at_the_first_pod() -> None:
 
 def pods(tmp_path: Path, nodes: int) -> list[subprocess.Popen[bytes]]:
     """The commands of the pods of a run, started on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     needs = Resources(processes=2 // nodes, nodes=nodes)
     job = check(Submission("a", (TRAIN,), FOLDER, needs), CLUSTER)
     here = {"a-worker-0-0.a": "127.0.0.1", "=29400": f"={port}"}

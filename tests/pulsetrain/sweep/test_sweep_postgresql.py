@@ -20,6 +20,7 @@ from pulsetrain.sweep.coordinator import _Coordinator, _owned
 from pulsetrain.sweep.results import read_results, results_of
 from pulsetrain.sweep.spec import Spec, read_spec
 from tests.faults.sweeps import CONFIG, MODEL
+from tests.support.ports import free_port
 from tests.support.training_jobs import until, write_run
 
 
@@ -34,9 +35,7 @@ def url() -> Iterator[str]:
     if folder is None:
         pytest.skip("needs PostgreSQL's pg_ctl")
     as_user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as data:
         if as_user:
             shutil.chown(data, "postgres")
