@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from pulsetrain.engine.argument_checks import answer_unknown_keywords
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = [
     "OF_CONFIG",
@@ -14,9 +15,9 @@ __all__ = [
     "OF_TRAINER",
     "SETTINGS",
     "familiar_setting",
-    "how_to_distribute",
     "knows_familiar_names",
     "missing_attribute",
+    "no_strategy",
 ]
 
 T = TypeVar("T")
@@ -193,10 +194,12 @@ def familiar_setting(name: str) -> str | None:
     return None if setting is None else f"training.{setting.partition('=')[0]}"
 
 
-def how_to_distribute(strategy: str, *, in_file: bool = False) -> str | None:
-    """What to do in place of passing another framework's name for the use of devices; None for any other name.
+def no_strategy(strategy: str, *, in_file: bool = False) -> str | None:
+    """What to do in place of passing a loss, or another framework's name for the use of devices; None for other names.
 
-    >>> print(how_to_distribute("deepspeed_stage_2", in_file=True))
+    >>> no_strategy("mse")
+    "is a loss; pass strategy=SupervisedStrategy('mse')"
+    >>> print(no_strategy("deepspeed_stage_2", in_file=True))
     strategy is what is optimised, not how devices share the work; leave it out, start several processes with torchrun \
 or `pulsetrain train --launch.nproc N`, and set parallel: {shard: N}
 
@@ -205,6 +208,12 @@ or `pulsetrain train --launch.nproc N`, and set parallel: {shard: N}
         in_file: whether a configuration file gives it, and not an argument.
     """
     name = strategy.lower()
+    if _is_a_loss(name):
+        return (
+            f"is a loss; set strategy: {{class_path: supervised, init_args: {{loss: {name}}}}}"
+            if in_file
+            else f"is a loss; pass strategy=SupervisedStrategy({name!r})"
+        )
     part = _DISTRIBUTED.get(name, _DISTRIBUTED.get(name.partition("_")[0]))  # ddp_spawn, deepspeed_stage_2
     if part is None:
         return None
@@ -213,6 +222,16 @@ or `pulsetrain train --launch.nproc N`, and set parallel: {shard: N}
         return f"{rule}and {_SEVERAL_PROCESSES}"
     shares = f"set parallel: {{{part}: N}}" if in_file else f"pass backend=TorchBackend(topology=Topology({part}=N))"
     return f"{rule}{_SEVERAL_PROCESSES}, and {shares}"
+
+
+def _is_a_loss(name: str) -> bool:
+    from pulsetrain.engine.losses import get_loss  # here: torch is not needed for the other names
+
+    try:
+        get_loss(name)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:

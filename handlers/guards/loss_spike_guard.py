@@ -41,7 +41,7 @@ class LossSpikeGuard(Guard):
     The first spike of each row is reported by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with
     the dataset rows of its batch; `spikes` counts them all. Median and spread are computed again with every tenth of
     the window. If several processes train together, a loss is the mean of their losses, each reports its own rows, and
-    the policy has to be "warn".
+    the policy has to be "warn". If the steps return no such value, a warning says so, and names what they return.
 
     Args:
         threshold: how many spreads above the median.
@@ -98,6 +98,8 @@ class LossSpikeGuard(Guard):
         self._bound = math.inf  # above it a loss is a spike
         self._since_bound = 0  # losses that entered the window since the bound was computed
         self._unseen: list[tuple[TrainedBatch, Tensor | float]] = []
+        self._has_warned = False  # that there is nothing to watch
+        self._returned: list[str] | None = None  # what a step without such a value returned
 
     def attach(self, engine: Engine) -> Self:
         """Watch the losses of the engine's steps.
@@ -137,10 +139,13 @@ class LossSpikeGuard(Guard):
             self._unseen.clear()
 
     def _on_iteration(self, engine: Engine) -> None:
-        loss = scalars(engine.state.output).get(self.metric)
+        values = scalars(engine.state.output)
+        loss = values.get(self.metric)
         if isinstance(loss, Tensor) and loss.is_cpu:
             loss = number_on_host(loss)  # a tensor that stays would lie among the activations, and fragment the heap
-        if loss is not None:
+        if loss is None:
+            self._returned = sorted(values)
+        else:
             self._unseen.append((TrainedBatch.of_iteration(engine.state.iteration, batch_order(engine)), loss))
 
     def _fetched(self) -> list[float]:
@@ -151,6 +156,8 @@ class LossSpikeGuard(Guard):
     def _check(self, engine: Engine) -> None:
         losses = _averaged(self._fetched())  # waits for the device
         unseen, self._unseen = self._unseen, []
+        if not unseen and not self._losses and not self.spikes:
+            self._warn_of_no_values()
         found: list[int] = []
         for (batch, _), loss in zip(unseen, losses, strict=True):
             before, bound = self._spiking, self._bound
@@ -165,6 +172,15 @@ class LossSpikeGuard(Guard):
         if found:
             first, last = found[0] - self.margin, found[-1]
             self._act(engine, first, last, f"the loss has jumped at iteration {found[0]}")
+
+    def _warn_of_no_values(self) -> None:
+        if self._returned is not None and not self._has_warned and ranks().is_main:
+            self._has_warned = True
+            get_logger("handlers").warning(
+                "LossSpikeGuard has nothing to watch: the steps return no such value",
+                metric=self.metric,
+                returned=self._returned,
+            )
 
     def step(self, loss: float) -> bool:
         """Judge the next loss, without an engine; returns whether it is a spike."""

@@ -12,7 +12,7 @@ from traceback import extract_tb
 from pulsetrain.configuration.messages import unknown
 from pulsetrain.configuration.names_0_1 import current_module, current_path
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.familiar_names import how_to_distribute
+from pulsetrain.familiar_names import no_strategy
 
 __all__ = ["Factory", "distribution", "find", "look_in", "outdated_import"]
 
@@ -38,7 +38,7 @@ def find(path: object, location: str, shipped: Mapping[str, Factory]) -> Factory
     if not module_name:
         if name in shipped:
             return shipped[name]
-        if location == "strategy" and (rule := how_to_distribute(name, in_file=True)):
+        if location == "strategy" and (rule := no_strategy(name, in_file=True)):
             raise ConfigurationError(f"{named}: {rule}")
         if shipped:
             raise unknown(named, "name", name, shipped)

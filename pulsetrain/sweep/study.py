@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from pulsetrain.sweep.spec import Spec, changed_entries, described
 
 __all__ = ["adopted", "draw", "drawing_alone", "front_of", "open_study", "set_sampler", "storage_errors"]
 
+_FITTING = {bool: (bool,), int: (int,), float: (int, float)}  # by the type of an option's default
 _SWEEP = "sweep"  # what a study on a server notes: the entries that its trials depend on
 
 
@@ -213,6 +215,11 @@ def _pruner(optuna: Any, spec: Spec) -> Any:
 
 
 def _made(kind: Any, entry: str, options: Mapping[str, Any] | None, **own: Any) -> Any:
+    for name, value in (options or {}).items():  # some are wrong only when a trial begins
+        parameter = inspect.signature(kind).parameters.get(name)
+        default = None if parameter is None else parameter.default
+        if type(default) in _FITTING and not isinstance(value, _FITTING[type(default)]):
+            raise ConfigurationError(f"{entry} {kind.__name__}: {name}={value!r}: needs a value such as {default}")
     try:
         return kind(**{**own, **(options or {})})
     except (TypeError, ValueError) as error:

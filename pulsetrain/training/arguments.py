@@ -18,13 +18,12 @@ from pulsetrain.engine.data.loaders import can_be_read_once
 from pulsetrain.engine.distributed.ranks import is_pipelined, is_sharded, ranks
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.losses import get_loss
 from pulsetrain.engine.notebook import notebook_shell
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import Schedule, build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
-from pulsetrain.familiar_names import how_to_distribute
+from pulsetrain.familiar_names import no_strategy
 from pulsetrain.handlers import (
     Alert,
     BestModel,
@@ -98,6 +97,11 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: Any, bac
     for handler in handlers:
         if isinstance(handler, type):
             raise ArgumentTypeError(f"needs an object, such as {handler.__name__}(...)", "Trainer", handlers=[handler])
+        if isinstance(handler, Callback):
+            rule = (
+                f"is a callback; pass it in callbacks=[...], or here as CallbackList([{type(handler).__name__}(...)])"
+            )
+            raise ArgumentTypeError(rule, "Trainer", handlers=[handler])
         if not callable(getattr(handler, "attach", None)):
             raise ArgumentTypeError(
                 "a handler needs attach(engine); functions go to on()", "Trainer", handlers=[handler]
@@ -188,11 +192,8 @@ def warn_of_unused_metrics(metrics: Iterable[str] | None, train_loader: object, 
 def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional methods
     """The strategy of this name, or the strategy itself."""
     if isinstance(strategy, str):
-        if strategy not in STRATEGIES and _names_a_loss(strategy):
-            rule = f"is a loss; pass strategy=SupervisedStrategy({strategy!r})"
-            raise ConfigurationError(rule, "Trainer", strategy=strategy)
-        if strategy not in STRATEGIES and (distributes := how_to_distribute(strategy)):
-            raise ConfigurationError(distributes, "Trainer", strategy=strategy)
+        if strategy not in STRATEGIES and (remedy := no_strategy(strategy)):
+            raise ConfigurationError(remedy, "Trainer", strategy=strategy)
         check_choice("Trainer", "strategy", strategy, STRATEGIES)
         return STRATEGIES[strategy]()
     if isinstance(strategy, type) or not isinstance(strategy, (TrainingStrategy, AlternatingStrategy)):
@@ -206,14 +207,6 @@ def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional me
             strategy=strategy,
         )
     return strategy
-
-
-def _names_a_loss(name: str) -> bool:
-    try:
-        get_loss(name)
-    except ConfigurationError:
-        return False
-    return True
 
 
 def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of any kind

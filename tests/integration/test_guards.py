@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,24 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     guarded_run(EventRecorder(tmp_path)).train()
     with pytest.raises(RecordingError, match="model"):
         NaNGuard().attach(Replay(tmp_path))
+
+
+def test_a_guard_that_has_nothing_to_watch_says_so_once() -> None:
+    def said(metric: str, values: list[dict[str, float]]) -> list[dict[str, object]]:
+        engine = Engine(lambda engine, batch: batch)
+        LossSpikeGuard(metric=metric, every=Every(iterations=2)).attach(engine)
+        with structlog.testing.capture_logs() as logs:
+            engine.run(values, max_epochs=2)
+        return [dict(line) for line in logs if "nothing to watch" in line["event"]]
+
+    both = {"loss": 1.0, "kl": 0.1}
+    (line,) = said("los", [both] * 5)
+    assert (line["metric"], line["returned"]) == ("los", ["kl", "loss"])
+    assert said("kl", [both] * 5) == []
+    assert said("train/loss", [{"kl": 0.1}] * 3 + [both]) != [], "the first look sees two steps without one"
+    assert said("loss", [both] + [{"kl": 0.1}] * 9) == []
+    assert said("loss", [{"loss": math.nan}] + [{"kl": 0.1}] * 9) == []
+    assert said("loss", [{}] * 2)[0]["returned"] == []
 
 
 class TestLossSpikeGuard:

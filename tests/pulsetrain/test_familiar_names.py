@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig, handlers
 from pulsetrain.configuration.instantiate import instantiate
@@ -306,6 +307,14 @@ def test_such_a_strategy_of_a_configuration_is_answered_too(name: str, remedy: s
     rule = rf"^strategy: class_path='{name}': strategy is what is optimised, not how devices share the work; {remedy}$"
     with pytest.raises(ConfigurationError, match=rule):
         instantiate(name, "strategy", STRATEGIES)
+
+
+def test_a_loss_in_place_of_a_strategy_is_answered_with_what_works():
+    with pytest.raises(ConfigurationError) as caught:
+        instantiate("huber", "strategy", STRATEGIES)
+    assert str(caught.value).startswith("strategy: class_path='huber': is a loss; set ")
+    remedy = str(caught.value).partition(": is a loss; set ")[2]
+    assert instantiate(yaml.safe_load(remedy)["strategy"], "strategy", STRATEGIES).loss_name == "huber"
 
 
 @pytest.mark.parametrize("arguments", [{"optimizer": "AdamW"}, {"config": TrainingConfig(optimizer="AdamW")}])

@@ -32,6 +32,10 @@ from pulsetrain.training.arguments import check_metric_names
 from tests.support.models import Tokens, loader, regression_model, trainer
 
 
+class Quiet(Callback):
+    """Does nothing."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
@@ -44,6 +48,11 @@ from tests.support.models import Tokens, loader, regression_model, trainer
         ({"train_loader": 7}, TypeError, "iterable of batches"),
         ({"val_loader": iter([1])}, ConfigurationError, "read only once"),
         ({"handlers": [print]}, TypeError, "attach"),
+        (
+            {"handlers": [Quiet()]},
+            TypeError,
+            r"is a callback; pass it in callbacks=\[...\], or here as CallbackList\(\[Quiet\(...\)\]\)",
+        ),
         ({"handlers": [EarlyStopping()]}, ConfigurationError, "no val_loader"),
         ({"metrics": {"m": 3}}, ConfigurationError, "reset"),
         ({"optimizer": "adamx"}, ConfigurationError, "did you mean 'adam'"),

@@ -91,6 +91,28 @@ def test_a_server_that_cannot_be_used_says_why_without_the_password(tmp_path: Pa
     assert "ter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (
+            {"sampler_options": {"n_startup_trials": "two"}},
+            "sampler TPESampler: n_startup_trials='two': .* as 10$",
+        ),
+        ({"sampler_options": {"group": "yes"}}, "sampler TPESampler: group='yes': needs a value such as False$"),
+        ({"sampler_options": {"startup": 2}}, "sampler TPESampler: .*unexpected keyword argument 'startup'"),
+        ({"pruner": "asha", "pruner_options": {"reduction_factor": 2.5}}, "reduction_factor=2.5: .* such as 4$"),
+    ],
+)
+def test_options_that_optuna_cannot_use_are_named_at_the_start(
+    tmp_path: Path, options: dict[str, object], rule: str
+) -> None:
+    pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
+    with pytest.raises(ConfigurationError, match=rule):
+        open_study(replace(SPEC, folder=str(tmp_path), sampler="tpe", **options))  # type: ignore[arg-type]
+    options = {"sampler_options": {"n_startup_trials": 2, "n_ei_candidates": 8}}
+    open_study(replace(SPEC, folder=str(tmp_path), sampler="tpe", **options))  # type: ignore[arg-type]
+
+
 def test_other_errors_are_not_the_storage_s(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), storage_errors(replace(SPEC, folder=str(tmp_path))):
         raise ZeroDivisionError
