@@ -9,6 +9,7 @@ The runs of `--runs` are copies of one, as only their number matters here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -140,6 +142,14 @@ def browser() -> Iterator[Any]:
         whole, before = seconds_of_tree(driver.service.process.pid), own_seconds_until_now()
         driver.quit()
         BROWSERS.append(max(0.0, whole - (own_seconds_until_now() - before)))  # without what counts by now
+
+
+def without_browser() -> list[str]:
+    """Why no page can be opened; empty if one can."""
+    absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    if find_spec("selenium") is None:
+        absent.append("selenium")
+    return [f"the page is not measured: {', '.join(absent)}: not installed"] if absent else []
 
 
 def until(true: Callable[[], Any]) -> float:
@@ -272,8 +282,10 @@ def main() -> int:
                 stopping = {"metric": "val/loss", "patience": 3, "mode": "min"}
                 early = seconds_of_answers(address, options.rounds, ITERATIONS // EVERY, run=names, **stopping)
                 spikes = seconds_of_answers(address, options.rounds, ITERATIONS, run=names, handler="LossSpikeGuard")
-                first, whole, zoom, memory = of_the_page(address, pid, options.rounds)
+                notes = without_browser()
+                figures = (math.nan,) * 4 if notes else of_the_page(address, pid, options.rounds)
             seen, frequent = seconds_to_the_page(Path(live)), seconds_of_frequent_spikes(options.rounds)
+        first, whole, zoom, memory = figures
         return [
             Row(name="first paint, s", measured=first, kind="absolute", bound=1.0),
             Row(name="curves of all runs, s", measured=whole, kind="absolute"),
@@ -284,7 +296,7 @@ def main() -> int:
             Row(name="spike guard over 100 runs, s", measured=spikes, kind="absolute", bound=2.0),
             Row(name="spike guard, a run of many spikes, s", measured=frequent, kind="absolute", bound=1.0),
             Row(name="first reading of one run, s", measured=reading, kind="absolute"),
-        ], []
+        ], notes
 
     return report(options, f"{options.runs:,} runs of {ITERATIONS:,} iterations", rows, lambda: sum(BROWSERS))
 

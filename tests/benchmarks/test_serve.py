@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("starlette", reason="starlette is not installed")
 
 from benchmarks import serve
+from benchmarks.harness.results import NOT_MEASURED, Report
 from pulsetrain.runs.index import log_sign_of
 from pulsetrain.serve.series import StoredSeries
 from pulsetrain.serve.store import series_folder
@@ -52,3 +53,20 @@ def test_the_curves_of_all_copies_are_there(tmp_path: Path, monkeypatch: pytest.
         kept = StoredSeries.open(series_folder(tmp_path, name), log_sign_of(str(tmp_path / name)))
         assert kept is not None
         assert kept.points("loss, each iteration")[0].tolist() == list(range(1, 51))
+
+
+def test_without_a_browser_the_page_is_not_measured_and_the_rest_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["serve", "--json", "--runs", "2", "--rounds", "1"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(serve, "ITERATIONS", 50)
+    monkeypatch.setattr(serve, "seconds_of_answers", lambda *arguments, **words: 0.1)
+    monkeypatch.setattr(serve, "seconds_of_frequent_spikes", lambda rounds: 0.1)
+    monkeypatch.setattr(serve, "seconds_to_the_page", lambda root: 0.1)
+    serve.main()
+    found = Report.from_json(capsys.readouterr().out)
+    assert any("chromium, chromedriver: not installed" in note for note in found.notes)
+    missing = {row.name for row, verdict in found.verdicts() if verdict == NOT_MEASURED and row.measured != 0.1}
+    assert missing == {"first paint, s", "zoom of all runs, s", "memory of the server, MB"}
+    assert {row.measured for row in found.rows} >= {0.1}
