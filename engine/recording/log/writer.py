@@ -290,19 +290,21 @@ class LogWriter:
             raise
 
     def _drop_oldest(self) -> None:
-        """Bound memory while the disk stays full: an event `log_lost` replaces the oldest events."""
+        """Bound memory while the disk stays full: an event `log_lost` replaces the oldest events, but for seams."""
         excess = len(self._unsealed) - _KEPT_IN_MEMORY
         if excess <= 0:
             return
         cut = excess + BLOCK_EVENTS
-        payload = {"events": cut, "after": self._unsealed[0].seq - 1}
+        seams = [number for number in range(cut) if self._unsealed[number].event == SEAM]
+        payload = {"events": cut - len(seams), "after": self._unsealed[0].seq - 1}
         lost = LoggedEvent(event=LOST, payload=payload, seq=self._unsealed[cut - 1].seq, t=time.time_ns())
         before = next((event for event in self._unsealed[:cut] if event.event == LOST), None)
         if before is not None:
             payload["events"] += before.payload.get("events", 1) - 1
             payload["after"] = min(payload["after"], before.payload.get("after", -1))
-        self._unsealed[:cut], self._lines[:cut] = [lost], [encode(lost)]
-        moved = cut - 1
+        self._lines[:cut] = [*(self._lines[number] for number in seams), encode(lost)]
+        self._unsealed[:cut] = [*(self._unsealed[number] for number in seams), lost]
+        moved = cut - len(seams) - 1
         self._cuts = [each - moved for each in self._cuts if each > cut]
         self._open = {seq: index - moved for seq, index in self._open.items() if index >= cut}
 

@@ -154,6 +154,39 @@ def test_a_resume_on_a_full_disk_keeps_its_place_in_the_log(
     assert len(log.verify()) == (note is lose), "what was lost, and nothing else"
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_disk_that_stays_full_costs_the_oldest_events_and_says_so(
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    writer, write, append = written(tmp_path, 100), os.pwrite, Tail.append
+    writer.seal()
+    monkeypatch.setattr("pulsetrain.engine.recording.log.writer._KEPT_IN_MEMORY", 3000)
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(Tail, "append", full)
+    first = 40 if resumed else 100
+    if resumed:
+        with pytest.raises(OSError, match="No space"):
+            rewind(writer)
+    for n in range(first, 20_000):
+        with pytest.raises(OSError, match="No space"):
+            writer.add(LoggedEvent(n, "trainer", "iteration_completed", 1, n, seq=200 + n, t=T + n))
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(Tail, "append", append)
+    end(writer)
+    log = EventLog(tmp_path)
+    found = [each.ord for each in log.read() if each.ord >= 0]
+    left = [ord for ord in found if ord >= first]
+    assert found == [*range(first), *range(left[0], 20_000)], "of a resumed run, nothing that it has computed again"
+    assert 1000 < len(left) <= 3000
+    (lost,) = [each for each in log.read() if each.event == "log_lost"]
+    assert lost.payload["events"] == 20_000 - first - len(left)
+    assert [str(lost.payload["events"]) in str(each) for each in log.verify()] == [True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [100_000, 300_000])
 def test_a_budget_holds_however_long_the_run_is(budget: int, tmp_path: Path):
