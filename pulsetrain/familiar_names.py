@@ -132,6 +132,7 @@ OF_EVALUATION = {
     ),
     **_all("pass loader=DataLoader(...)", "dataset", "test_dataset", "eval_dataset", "datamodule"),
     **_all("call load_checkpoint(path) before", "ckpt_path", "checkpoint", "weights"),
+    **_all("when making the Trainer, pass callbacks=...", "callbacks"),
     **_all("leave it out: the Trainer has a model", "model"),
     **_all("leave it out", "verbose"),
     **_all("choose the batch size of the DataLoader", "batch_size"),

@@ -217,7 +217,10 @@ class Trainer(EvaluatedRun):
         with self.agreement.explained("measuring the first batches"):
             self.length.measure(self.strategy, self.backend, self.agreement.control)
         self.length.check()
-        self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
+        self.handlers = [
+            *handlers,
+            *configured_handlers(config, self.optimizer, self.length, handlers, list(val_loaders)),
+        ]
         if self.agreement.is_shared:
             check_ranks(self.model, self.handlers, self.backend.data_rank.count)
         self.callbacks: CallbackList = CallbackList(list(callbacks))

@@ -363,6 +363,9 @@ class ControlGroup:
         a collective has not ended, they would wait for its other ranks, so they are left alone.
         """
         if not self._unfinished:
+            if self._group is not None and torch.distributed.is_initialized():  # else torch has let go of it before
+                with suppress(ValueError):  # so it has, and a new default group was made since
+                    torch.distributed.destroy_process_group(self._group)
             del self._group
 
     def _wait(self, work: torch.distributed.Work) -> None:

@@ -41,7 +41,7 @@ class LossSpikeGuard(Guard):
     The first spike of each row is reported by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with
     the dataset rows of its batch; `spikes` counts them all. Median and spread are computed again with every tenth of
     the window. If several processes train together, a loss is the mean of their losses, each reports its own rows, and
-    the policy has to be "warn". If the steps return no such value, a warning says so, and names what they return.
+    the policy has to be "warn". If the steps return no such value, a warning names what they return.
 
     Args:
         threshold: how many spreads above the median.
@@ -90,7 +90,7 @@ class LossSpikeGuard(Guard):
         self.window = window
         self.patience = patience
         self.margin = margin
-        self.metric: str = metric.removeprefix("train/")
+        self.metric: str = metric.removeprefix("train/").removeprefix("train_")
         self.spikes: int = 0
         self._losses: deque[float] = deque(maxlen=window)
         self._in_a_row: list[float] = []  # the newest `patience` spikes since the last ordinary loss
@@ -177,7 +177,7 @@ class LossSpikeGuard(Guard):
         if self._returned is not None and not self._has_warned and ranks().is_main:
             self._has_warned = True
             get_logger("handlers").warning(
-                "LossSpikeGuard has nothing to watch: the steps return no such value",
+                "LossSpikeGuard has nothing to watch so far: the steps return no such value",
                 metric=self.metric,
                 returned=self._returned,
             )

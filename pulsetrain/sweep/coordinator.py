@@ -149,12 +149,17 @@ def _claim(spec: Spec, folder: Path, *, is_alone: bool) -> Spec:
 
 def _has_begun(folder: Path) -> bool:
     """Whether the study was made, which fails for a wrong option of the sampler or a server that does not answer."""
-    return any((folder / name).exists() for name in ("sweep.sqlite", ID, "trials"))
+    return _has_study(folder) or any((folder / name).exists() for name in (ID, "trials"))
+
+
+def _has_study(folder: Path) -> bool:
+    file = folder / "sweep.sqlite"
+    return file.is_file() and file.stat().st_size > 0  # 0: its process has died before it made the tables
 
 
 def _or_delete(saved: Spec, folder: Path) -> str:
     """The other remedy for a sweep that has no results yet, as where its metric was wrong; a server keeps its study."""
-    has_study = (folder / "sweep.sqlite").is_file()
+    has_study = _has_study(folder)
     if saved.storage is not None or (not has_study and _has_begun(folder)):
         return ""
     if has_study and any(each.state in ("completed", "pruned") for each in read_results(folder).trials):

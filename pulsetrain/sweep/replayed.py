@@ -19,9 +19,8 @@ from pulsetrain.configuration.shipped_handlers import HANDLERS
 from pulsetrain.configuration.yaml_text import read_yaml
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
-from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.replay.playback import Replay
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.reproduce.what_if import check_apart, make_handler, replay_to
 from pulsetrain.runs.index import RunIndex
@@ -124,7 +123,7 @@ def _differences(spec: Spec, run: os.PathLike[str]) -> tuple[list[str], list[str
 
 def _is_longer(here: dict[str, Any], there: dict[str, Any], bound: str) -> bool:
     before, now = here.get(bound), there.get(bound)
-    return isinstance(before, int) and isinstance(now, int) and now > before
+    return isinstance(before, int | float) and isinstance(now, int | float) and now > before
 
 
 def _by_name(config: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +224,7 @@ def _outcome(spec: Spec, run: os.PathLike[str], handlers: list[dict[str, Any]]) 
     ended = summarize(Path(run))
     end = _end_of(spec, log)
     if end is not None and end < (ended.iteration if stop is None else stop.iteration):
-        if next(log.read(event={each.value for each in METRIC_EVENTS}, iteration=(end, end)), None) is None:
+        if any(_validations(log)) and not any(_validations(log, end)):
             raise RecordingError(
                 f"{run}: was not validated at iteration {end}, where a run of {spec.config} ends, and these values "
                 "would not have ended it until then; replay a run of that length, or add --train"
@@ -238,6 +237,11 @@ def _outcome(spec: Spec, run: os.PathLike[str], handlers: list[dict[str, Any]]) 
             "ended it until then; replay a run that was not ended early, or add --train"
         )
     return outcome_of(spec, run, stop)
+
+
+def _validations(log: EventLog, at: int | None = None) -> Iterator[LoggedEvent]:
+    """Those of the run, or of an iteration; a run by rollouts may have none."""
+    return log.read(event=Events.VALIDATION_COMPLETED.value, iteration=(at, at))
 
 
 def _end_of(spec: Spec, log: EventLog) -> int | None:

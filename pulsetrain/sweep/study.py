@@ -51,7 +51,7 @@ def open_study(spec: Spec, *, create: bool = True, read_only: bool = False) -> A
     else:
         load_optional("sweep: a PostgreSQL storage", "psycopg", "postgresql")
         url = spec.storage.replace("postgresql://", "postgresql+psycopg://", 1)
-    sampler, pruner = _sampler(optuna, spec, 0), _pruner(optuna, spec)
+    sampler, pruner = (None, None) if read_only else (_sampler(optuna, spec, 0), _pruner(optuna, spec))
     with storage_errors(spec):
         try:
             storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
@@ -215,12 +215,14 @@ def _pruner(optuna: Any, spec: Spec) -> Any:
 
 
 def _made(kind: Any, entry: str, options: Mapping[str, Any] | None, **own: Any) -> Any:
-    for name, value in (options or {}).items():  # some are wrong only when a trial begins
-        parameter = inspect.signature(kind).parameters.get(name)
-        default = None if parameter is None else parameter.default
-        if type(default) in _FITTING and not isinstance(value, _FITTING[type(default)]):
+    chosen, parameters = {**own, **(options or {})}, inspect.signature(kind).parameters
+    for name, value in chosen.items():  # Optuna looks at some of them only when a trial begins
+        default = parameters[name].default if name in parameters else None
+        if type(default) is int and isinstance(value, float) and value.is_integer():  # 1e3 in YAML
+            chosen[name] = int(value)
+        elif type(default) in _FITTING and not isinstance(value, _FITTING[type(default)]):
             raise ConfigurationError(f"{entry} {kind.__name__}: {name}={value!r}: needs a value such as {default}")
     try:
-        return kind(**{**own, **(options or {})})
+        return kind(**chosen)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{entry} {kind.__name__}: {error}; see Optuna's documentation of it") from error

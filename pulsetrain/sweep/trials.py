@@ -262,8 +262,8 @@ def outcome_of(spec: Spec, folder: os.PathLike[str], stop: Stop | None = None, *
     """
     found: dict[str, list[float]] = {name: [] for name in spec.metric}
     seen: dict[str, object] = {}
-    reason, iteration = "", 0 if stop is None else stop.iteration
     upto = upto if stop is None else stop.iteration
+    reason, iteration = "", upto or 0
     names = {"terminate", "completed", *(each.value for each in METRIC_EVENTS)}
     for event in EventLog(folder).read(event=names, iteration=(None, upto)):
         if stop is not None and stop.event not in names and event.seq > stop.seq:

@@ -238,12 +238,24 @@ def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of
 
 
 def configured_handlers(
-    config: TrainingConfig, optimizer: torch.optim.Optimizer, length: RunLength, given: Sequence[object]
+    config: TrainingConfig,
+    optimizer: torch.optim.Optimizer,
+    length: RunLength,
+    given: Sequence[object],
+    sets: Sequence[str],
 ) -> list[Any]:
     """The handlers that settings ask for.
 
+    Args:
+        config: the settings.
+        optimizer: the one whose rate a schedule sets.
+        length: of the run.
+        given: the handlers that the user passes.
+        sets: the names of the validation sets.
+
     Raises:
-        ConfigurationError: a handler of the same kind is given as well, or two of them set the rate of one optimizer.
+        ConfigurationError: a handler of the same kind is given as well, two of them set the rate of one optimizer, or
+            early stopping is asked for where no validation set is called "val".
     """
     followed = [each.optimizer or id(each.given or optimizer) for each in given if isinstance(each, LRScheduler)]
     if len(set(followed)) < len(followed):
@@ -260,6 +272,7 @@ def configured_handlers(
         added.extend(LRScheduler(schedule, name or None) for name, schedule in schedules.items())
     if config.early_stopping_patience is not None:
         _refuse_second("early_stopping_patience", config.early_stopping_patience, EarlyStopping, given)
+        _check_judged(config.early_stopping_patience, sets)
         added.append(EarlyStopping(patience=config.early_stopping_patience))
     if config.save_every_n_epochs is not None and config.run_dir is not None:
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
@@ -300,6 +313,16 @@ def configured_schedules(
 def _has_schedule(config: TrainingConfig) -> bool:
     asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
     return config.schedule is not None and (config.schedule != "constant" or bool(asked_for))
+
+
+def _check_judged(patience: int, sets: Sequence[str]) -> None:
+    if sets and "val" not in sets:
+        raise ConfigurationError(
+            f"judges val/loss, and no validation set is called 'val'; there are: {', '.join(sets)}; leave it out, and "
+            f"add the handler EarlyStopping(metric='{sets[0]}/loss', patience={patience})",
+            "TrainingConfig",
+            early_stopping_patience=patience,
+        )
 
 
 def _refuse_second(setting: str, value: object, kind: type, given: Sequence[object]) -> None:

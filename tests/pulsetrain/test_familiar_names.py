@@ -75,6 +75,7 @@ def test_a_keyword_of_train(keyword: str, remedy: str):
         ("dataloaders", "pass loader=..."),
         ("eval_dataset", "pass loader=DataLoader(...)"),
         ("ckpt_path", "call load_checkpoint(path) before"),
+        ("callbacks", "when making the Trainer, pass callbacks=..."),
         ("loadr", "did you mean 'loader'?"),
     ],
 )

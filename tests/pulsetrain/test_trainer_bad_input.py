@@ -71,6 +71,16 @@ def test_a_wrong_argument_is_one_clear_error_at_once(arguments: dict[str, Any], 
         trainer(**arguments)
 
 
+def test_early_stopping_by_a_setting_is_refused_where_no_set_is_called_val():
+    sets = {"easy": loader(8), "hard": loader(8)}
+    rule = r"early_stopping_patience=2\): judges val/loss, .* 'val'; there are: easy, hard; leave it out, and add"
+    with pytest.raises(ConfigurationError, match=rule) as caught:
+        trainer({"early_stopping_patience": 2}, val_loader=sets)
+    remedy = str(caught.value).partition("add the handler ")[2]
+    trainer(val_loader=sets, handlers=[eval(remedy, {"EarlyStopping": EarlyStopping})])
+    trainer({"early_stopping_patience": 2}, val_loader={**sets, "val": loader(8)})
+
+
 def test_two_schedules_are_refused():
     with pytest.raises(ConfigurationError, match=r"schedule='linear'\): a handler LRScheduler is given as well; "):
         trainer({"schedule": "linear"}, handlers=[LRScheduler(Constant(0.1))])

@@ -295,6 +295,8 @@ class LogWriter:
         if excess <= 0:
             return
         cut = excess + BLOCK_EVENTS
+        while self._unsealed[cut - 1].event == SEAM:  # whose seq would be that of `log_lost`
+            cut += 1
         seams = [number for number in range(cut) if self._unsealed[number].event == SEAM]
         payload = {"events": cut - len(seams), "after": self._unsealed[0].seq - 1}
         lost = LoggedEvent(event=LOST, payload=payload, seq=self._unsealed[cut - 1].seq, t=time.time_ns())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from torch.distributed import HashStore
 
 from pulsetrain.engine import ConfigurationError
 from pulsetrain.engine.distributed import joining
@@ -55,12 +56,25 @@ def test_no_thread_of_the_group_is_left_while_python_shuts_down(own_group: bool)
         control.gather(rank)
         during = _collective_threads()
         leave()
-        if own_group:
+        after = _collective_threads()
+        if own_group:  # which may live on
+            assert 0 < after < during
             torch.distributed.destroy_process_group()
         return during > 0, _collective_threads(), control.ranks.world_size
 
     found = in_processes(body, own_group=own_group)
     assert [(each.error, each.value) for each in found] == [("", (True, 0, 2))] * 2
+
+
+def test_a_process_leaves_after_its_user_has_made_another_default_group():
+    def body(rank: int) -> None:
+        join().barrier()
+        torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        leave()
+        torch.distributed.barrier()
+
+    assert [each.error for each in in_processes(body, own_group=True)] == ["", ""]
 
 
 def test_a_process_leaves_while_a_collective_waits_for_another_one():

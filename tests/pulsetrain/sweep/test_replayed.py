@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ pytest.importorskip("plotly", reason="pip install 'pulsetrain[sweep]'")
 
 from pulsetrain.cli import main
 from pulsetrain.configuration.parse import read_config
+from pulsetrain.engine import Engine, Events
+from pulsetrain.engine.errors import RecordingError
+from pulsetrain.engine.events.payloads import PolicyUpdated, ValidationCompleted
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers import EventRecorder
 from pulsetrain.runs.archive import write_archive
-from pulsetrain.sweep.replayed import recorded_runs
+from pulsetrain.sweep.replayed import recorded_runs, replayed_outcome
 from pulsetrain.sweep.results import read_results
-from pulsetrain.sweep.spec import read_spec
+from pulsetrain.sweep.spec import Spec, read_spec
 from tests.faults.sweeps import CONFIG, MODEL
 from tests.pulsetrain.cli.test_cli_sweep import pulsetrain
 from tests.pulsetrain.serve.test_sweeps import found_below
@@ -260,6 +265,62 @@ def test_a_longer_run_is_read_up_to_the_length_of_the_configuration(
     assert (third.state, third.iterations) == answer[:2]
     assert answer[2] in third.error
     assert third.values.get("val/loss", 0.6) == 0.6  # of 0.4 after 40 iterations
+
+
+@pytest.mark.parametrize(
+    ("validated", "end", "answer"),
+    [
+        ((), 8, (8.0, 8)),
+        ((), 10, (8.0, 10)),
+        (range(4, 13, 4), 8, (8.0, 8)),
+        (range(4, 13, 4), 10, "was not validated at iteration 10"),
+    ],
+)
+def test_a_longer_run_with_rollouts_is_read_up_to_the_length_of_the_configuration(
+    tmp_path: Path, validated: Sequence[int], end: int, answer: object
+) -> None:
+    engine = Engine(lambda engine, batch: {"loss": 1.0}, name="trainer")
+    EventRecorder(tmp_path / "a", on_error="raise").attach(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED(every=4))
+    def update(engine: Engine) -> None:
+        at = float(engine.state.iteration)
+        engine.fire(Events.POLICY_UPDATED, PolicyUpdated(metrics={"rollout/return": at}))
+        if at in validated:
+            engine.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics={"val/loss": at}, seconds=0.1))
+
+    if validated:  # without the metric, and without a validation
+
+        @engine.on(Events.ITERATION_COMPLETED(once=end))
+        def update_again(engine: Engine) -> None:
+            engine.fire(Events.POLICY_UPDATED, PolicyUpdated(metrics={"policy/kl": 0.1}))
+
+    engine.run([0] * 12, max_epochs=1)
+    base = {"training": {"max_iterations": end}, "handlers": []}
+    spec = Spec("c.yaml", "out", {}, ("rollout/return",), ("max",), base=base, replay=(str(tmp_path / "a"),))
+    if isinstance(answer, str):
+        with pytest.raises(RecordingError, match=answer):
+            replayed_outcome(spec, {})
+    else:
+        found = replayed_outcome(spec, {})
+        assert (found.values[0], found.iteration) == answer
+
+
+def test_a_run_whose_length_is_written_with_an_exponent_is_a_longer_one(base: Path, capsys: Streams) -> None:
+    text = (base / "base.yaml").read_text().replace("max_epochs: 6", "max_iterations: 1e1")
+    (base / "base.yaml").write_text(text)
+    configure(base / "runs" / "a", read_config(base / "base.yaml", {}), max_iterations=40)
+    assert sweep(SWEEP + "replay: runs/a\n") == 0
+    assert "in training.max_iterations: 10.0 -> 40" in capsys.readouterr().err
+
+
+def test_a_sweep_that_died_before_it_made_its_study_takes_the_corrected_file(base: Path, capsys: Streams) -> None:
+    wrong = SWEEP.replace("grid", "{name: tpe, startup: 2}\ntrials: 1") + "replay: runs/a\n"
+    assert sweep(wrong) == 2
+    Path("out/sweep.sqlite").touch()
+    assert sweep(SWEEP + "replay: runs/a\n", "--worker", "0") == 2
+    assert "or delete this one, in which no trial has completed" in capsys.readouterr().err
+    assert sweep(SWEEP + "replay: runs/a\n") == 0
 
 
 def test_runs_of_the_configuration_answer_without_a_note(base: Path, capsys: Streams) -> None:

@@ -109,8 +109,12 @@ def test_options_that_optuna_cannot_use_are_named_at_the_start(
     pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
     with pytest.raises(ConfigurationError, match=rule):
         open_study(replace(SPEC, folder=str(tmp_path), sampler="tpe", **options))  # type: ignore[arg-type]
-    options = {"sampler_options": {"n_startup_trials": 2, "n_ei_candidates": 8}}
-    open_study(replace(SPEC, folder=str(tmp_path), sampler="tpe", **options))  # type: ignore[arg-type]
+    right = {"sampler_options": {"n_startup_trials": 2, "n_ei_candidates": 8.0}}  # as 8e0 in YAML
+    study = open_study(replace(SPEC, folder=str(tmp_path), sampler="tpe", **right))  # type: ignore[arg-type]
+    assert study.sampler._n_ei_candidates == 8
+    assert type(study.sampler._n_ei_candidates) is int
+    wrong = replace(SPEC, folder=str(tmp_path), sampler="tpe", **options)  # type: ignore[arg-type]
+    assert open_study(wrong, create=False, read_only=True).get_trials() == []  # an earlier sweep can be looked at
 
 
 def test_other_errors_are_not_the_storage_s(tmp_path: Path) -> None:

@@ -187,6 +187,34 @@ def test_a_disk_that_stays_full_costs_the_oldest_events_and_says_so(
     assert [str(lost.payload["events"]) in str(each) for each in log.verify()] == [True]
 
 
+@pytest.mark.parametrize("before", [1023, 1024, 1025, 2047])
+def test_the_record_of_a_resume_and_that_of_lost_events_have_numbers_of_their_own(
+    before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("pulsetrain.engine.recording.log.writer._KEPT_IN_MEMORY", 3000)
+    writer, write, append = LogWriter(tmp_path), os.pwrite, Tail.append
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(Tail, "append", full)
+    for n in range(before):
+        with pytest.raises(OSError, match="No space"):
+            writer.add(event(n))
+    with pytest.raises(OSError, match="No space"):
+        writer.rewind(after=39, ord=40, seq=before, t=T)
+    for n in range(2500):
+        with pytest.raises(OSError, match="No space"):
+            writer.add(LoggedEvent(40 + n, "trainer", "epoch_started", 1, n, seq=before + 1 + n, t=T))
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(Tail, "append", append)
+    end(writer)
+    numbers = [each.seq for each in EventLog(tmp_path).read(superseded=True)]
+    assert len(set(numbers)) == len(numbers) > 1000
+    assert {"log_resumed", "log_lost"} <= {each.event for each in EventLog(tmp_path).read(superseded=True)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [100_000, 300_000])
 def test_a_budget_holds_however_long_the_run_is(budget: int, tmp_path: Path):
