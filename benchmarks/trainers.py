@@ -55,7 +55,7 @@ PAIRS = 20  # of runs with and without the progress line
 SLICE = 50  # iterations: several slices lie between two drawings
 BATCHES = 100  # in an epoch
 # microseconds that may be added: the bound and the goal
-FULL_SET, COMPUTES_NOTHING = (85.0, 20.0), (14.0, 4.0)
+FULL_SET, COMPUTES_NOTHING = (85.0, 20.0), (16.0, 4.0)
 PROGRESS_LINE = 2.0
 NOISE = 0.02  # of the bare step: what a framework adds can be compared with another one if it is more
 
