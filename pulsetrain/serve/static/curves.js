@@ -1,6 +1,6 @@
 // Charts of all curves of the selected runs. A zoom of one zooms all, and fetches the points of the part.
 
-import { query, colorOf, ask, failure, make, message, number, soon, spelled, whenChanged } from "/dom.js";
+import { query, colorOf, ask, failure, make, message, number, reading, soon, spelled, whenChanged } from "/dom.js";
 import { lineChart } from "/chart.js";
 
 const SHOWN = 12; // charts at first
@@ -51,7 +51,7 @@ export function curves(view, page) {
     const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : found.validated.includes(name) ? 3 : 4);
     names = found.names.sort((a, b) => rank(a) - rank(b));
     sayErrors(Object.entries(found.errors).map(([run, why]) => make("p", { class: "error" }, spelled(`${run}: ${why}`))));
-    if (!names.length) note.append(message(found.pending.length ? `Reading ${found.pending.length} runs for the first time ...` : "These runs have recorded no values."));
+    if (!names.length) note.append(message(found.pending.length ? reading(found.pending.length) : "These runs have recorded no values."));
     layOut();
     refetch();
   }

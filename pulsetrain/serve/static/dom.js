@@ -43,6 +43,10 @@ export function message(text) {
   return make("p", { class: "message" }, text);
 }
 
+export function reading(count) {
+  return `Reading ${count === 1 ? "a run" : `${count} runs`} for the first time ...`;
+}
+
 // A name with its control characters and those that turn its direction spelled out.
 export function spelled(text) {
   return String(text).replace(/[\p{Cc}\p{Cf}\u2028\u2029]/gu, (character) => `\\u{${character.codePointAt(0).toString(16)}}`);

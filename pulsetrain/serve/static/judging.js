@@ -1,6 +1,6 @@
 // Two runs compared, what a handler would have done, and what runs have drawn and written.
 
-import { ask, make, message, number, offer, ofOneRun, query, runChooser, soon, table, whenChanged } from "/dom.js";
+import { ask, make, message, number, offer, ofOneRun, query, reading, runChooser, soon, table, whenChanged } from "/dom.js";
 
 export function compare(view) {
   let runs = [], a = "", b = "", asked = 0;
@@ -38,7 +38,7 @@ export function compare(view) {
 }
 
 export function whatif(view) {
-  let runs = [], request = null, isOutdated = false;
+  let runs = [], pending = 0, request = null, isOutdated = false;
   const handler = make("select", { "aria-label": "Handler", onchange: lay }, make("option", { value: "EarlyStopping" }, "early stopping"), make("option", { value: "LossSpikeGuard" }, "spike guard"));
   const controls = make("span", { class: "tools" });
   const result = make("div");
@@ -72,6 +72,7 @@ export function whatif(view) {
     isOutdated = request !== null;
     if (isOutdated) return;
     if (!runs.length) { result.replaceChildren(message("Select runs at the left.")); return; }
+    if (pending === runs.length) { result.replaceChildren(message(reading(pending))); return; }
     const mine = (request = new AbortController()), name = handler.value;
     try {
       const found = await ask("whatif", { run: runs, handler: name, ...CONTROLS[name][1]() }, mine.signal);
@@ -101,8 +102,9 @@ export function whatif(view) {
   async function select(chosen) {
     if (chosen !== runs) abort();
     runs = chosen;
-    const found = runs.length ? await ask("names", { run: runs }) : { validated: [] };
+    const found = runs.length ? await ask("names", { run: runs }) : { validated: [], pending: [] };
     if (runs !== chosen) return;
+    pending = found.pending.length;
     offer(metric, found.validated.map((name) => [name, name]));
     lay();
   }

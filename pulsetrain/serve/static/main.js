@@ -138,7 +138,7 @@ function show() {
 }
 
 const again = soon(load, 300);
-let source = null, wasOpen = false;
+let source = null, mayHaveMissed = document.hidden; // changes, as nobody has told this page of them
 
 // Only while the page is shown: of a server, a browser keeps six connections for all its tabs.
 function follow() {
@@ -150,8 +150,8 @@ function listen() {
   const source = new EventSource("/api/live");
   source.onopen = () => {
     again(); // what has changed before the server notified this page
-    if (wasOpen) page.current?.update?.(page.selected);
-    wasOpen = true;
+    if (mayHaveMissed) page.current?.update?.(page.selected);
+    mayHaveMissed = true;
     at("state").className = "";
     at("state").textContent = "live";
   };

@@ -50,6 +50,41 @@ def test_what_if_shows_a_run_once_it_is_read_and_keeps_what_was_chosen(chromium:
         assert chromium.execute_script("return document.querySelector('[aria-label=Metric]').value") == "val/accuracy"
 
 
+UNREAD = """
+if (location.hash.includes("unread")) {
+  window.isHidden = true;
+  Object.defineProperty(document, "hidden", { get: () => window.isHidden });
+  const real = window.fetch;
+  let isUnread = true;
+  window.fetch = async (url, options) => {
+    const answer = await real(url, options);
+    if (!isUnread || !String(url).startsWith("/api/names")) return answer;
+    isUnread = false;
+    return Response.json({ names: [], validated: [], pending: ["a"], errors: {}, gone: [], tokens: false });
+  };
+}
+"""
+
+
+@pytest.mark.parametrize("view", ["What%20if", "Curves"])
+def test_a_page_that_was_loaded_in_the_background_shows_a_run_that_was_read_meanwhile(
+    chromium: Any, tmp_path: Path, view: str
+):
+    write_run(tmp_path / "a", [1.0, 0.5, 0.6, 0.7])
+    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": UNREAD})
+    try:
+        with served(tmp_path) as address:
+            chromium.get("about:blank")
+            chromium.get(f"{address}#view={view}&run=a&unread")
+            until(chromium, lambda: text(chromium).endswith("Reading a run for the first time ..."))
+            chromium.execute_async_script("setTimeout(arguments[0], 200)")
+            assert text(chromium, "#saved") == ""  # not an answer for no metric
+            chromium.execute_script("window.isHidden = false; document.dispatchEvent(new Event('visibilitychange'))")
+            until(chromium, lambda: "0 of 20 iterations saved" in text(chromium) or "val/accuracy" in text(chromium))
+    finally:
+        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
 COUNTED = """
 const real = window.fetch;
 window.asked = [];
