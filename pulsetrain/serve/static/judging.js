@@ -38,7 +38,7 @@ export function compare(view) {
 }
 
 export function whatif(view) {
-  let runs = [], pending = 0, request = null, isOutdated = false;
+  let runs = [], pending = 0, selecting = 0, request = null, isOutdated = false;
   const handler = make("select", { "aria-label": "Handler", onchange: lay }, make("option", { value: "EarlyStopping" }, "early stopping"), make("option", { value: "LossSpikeGuard" }, "spike guard"));
   const controls = make("span", { class: "tools" });
   const result = make("div");
@@ -100,10 +100,11 @@ export function whatif(view) {
   }
 
   async function select(chosen) {
+    const mine = ++selecting;
     if (chosen !== runs) abort();
     runs = chosen;
     const found = runs.length ? await ask("names", { run: runs }) : { validated: [], pending: [] };
-    if (runs !== chosen) return;
+    if (mine !== selecting) return;
     pending = found.pending.length;
     offer(metric, found.validated.map((name) => [name, name]));
     lay();

@@ -138,7 +138,7 @@ function show() {
 }
 
 const again = soon(load, 300);
-let source = null, mayHaveMissed = document.hidden; // changes, as nobody has told this page of them
+let source = null;
 
 // Only while the page is shown: of a server, a browser keeps six connections for all its tabs.
 function follow() {
@@ -148,10 +148,9 @@ function follow() {
 
 function listen() {
   const source = new EventSource("/api/live");
+  let isFirst = true; // the message that is sent once the server notes what changes for this page
   source.onopen = () => {
-    again(); // what has changed before the server notified this page
-    if (mayHaveMissed) page.current?.update?.(page.selected);
-    mayHaveMissed = true;
+    isFirst = true;
     at("state").className = "";
     at("state").textContent = "live";
   };
@@ -160,7 +159,9 @@ function listen() {
     const { runs, reading } = JSON.parse(data);
     at("state").className = "";
     at("state").textContent = reading ? `reading ${reading} runs` : "live";
-    let unknown = false;
+    let unknown = isFirst;
+    if (isFirst) page.current?.update?.(page.selected); // what has changed before
+    isFirst = false;
     for (const [id, status] of Object.entries(runs)) {
       const run = page.runs.find((each) => each.id === id);
       if (!run || !status) unknown = true;

@@ -10,17 +10,18 @@ const KINDS = { // of marks: plotly's symbol, a character like it, and what it m
 };
 
 export function timeline(view) {
-  let runs = [];
+  let runs = [], selecting = 0;
   const chart = make("div", { class: "chart wide" });
   const legend = make("p", { class: "muted legend" });
   view.append(legend, chart);
 
   async function select(chosen) {
+    const mine = ++selecting;
     runs = chosen;
     if (!runs.length) { view.replaceChildren(message("Select runs at the left.")); return; }
     if (!chart.isConnected) view.replaceChildren(legend, chart);
     const [found, Plotly] = await Promise.all([ask("marks", { run: runs }), plotly()]);
-    if (chosen !== runs) return;
+    if (mine !== selecting) return;
     const custom = [...new Set(Object.values(found).flatMap((each) => Object.keys(each.custom)))];
     const rows = [
       ...Object.entries(SYMBOLS).map(([name, symbol]) => ({ name, symbol, marks: ({ marks }) => marks[name] ?? [] })),

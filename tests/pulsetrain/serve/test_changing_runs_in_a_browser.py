@@ -52,7 +52,7 @@ def test_what_if_shows_a_run_once_it_is_read_and_keeps_what_was_chosen(chromium:
 
 UNREAD = """
 if (location.hash.includes("unread")) {
-  window.isHidden = true;
+  window.isHidden = location.hash.includes("background");
   Object.defineProperty(document, "hidden", { get: () => window.isHidden });
   const real = window.fetch;
   let isUnread = true;
@@ -64,25 +64,41 @@ if (location.hash.includes("unread")) {
   };
 }
 """
+SHOWN = {"What%20if": "0 of 20 iterations saved", "Curves": "val/accuracy"}
 
 
-@pytest.mark.parametrize("view", ["What%20if", "Curves"])
+@pytest.fixture
+def unread(chromium: Any) -> Iterator[None]:
+    """The first answer of the server says that run "a" is still being read."""
+    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": UNREAD})
+    yield
+    chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("view", SHOWN)
+def test_a_page_shows_a_run_that_was_read_while_it_was_loaded(chromium: Any, tmp_path: Path, view: str):
+    write_run(tmp_path / "a", [1.0, 0.5, 0.6, 0.7])
+    with served(tmp_path) as address:
+        chromium.get("about:blank")
+        chromium.get(f"{address}#view={view}&run=a&unread")
+        until(chromium, lambda: SHOWN[view] in text(chromium))
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("view", SHOWN)
 def test_a_page_that_was_loaded_in_the_background_shows_a_run_that_was_read_meanwhile(
     chromium: Any, tmp_path: Path, view: str
 ):
     write_run(tmp_path / "a", [1.0, 0.5, 0.6, 0.7])
-    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": UNREAD})
-    try:
-        with served(tmp_path) as address:
-            chromium.get("about:blank")
-            chromium.get(f"{address}#view={view}&run=a&unread")
-            until(chromium, lambda: text(chromium).endswith("Reading a run for the first time ..."))
-            chromium.execute_async_script("setTimeout(arguments[0], 200)")
-            assert text(chromium, "#saved") == ""  # not an answer for no metric
-            chromium.execute_script("window.isHidden = false; document.dispatchEvent(new Event('visibilitychange'))")
-            until(chromium, lambda: "0 of 20 iterations saved" in text(chromium) or "val/accuracy" in text(chromium))
-    finally:
-        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+    with served(tmp_path) as address:
+        chromium.get("about:blank")
+        chromium.get(f"{address}#view={view}&run=a&unread&background")
+        until(chromium, lambda: text(chromium).endswith("Reading a run for the first time ..."))
+        chromium.execute_async_script("setTimeout(arguments[0], 200)")
+        assert text(chromium, "#saved") == ""  # not an answer for no metric
+        chromium.execute_script("window.isHidden = false; document.dispatchEvent(new Event('visibilitychange'))")
+        until(chromium, lambda: SHOWN[view] in text(chromium))
 
 
 COUNTED = """
