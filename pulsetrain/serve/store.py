@@ -104,6 +104,11 @@ class Store:
                 self._unread.pop(name, None)
             if is_changed or may_be_read_again:
                 self._on_change(name)
+        for name, stored in list(self._stored.items()):
+            run = found.get(name)
+            if run is not None and run.ranks > 1 and log_sign_of(str(run.folder)) != stored.about.sign:
+                self._stored.pop(name, None)  # another rank has written since the first one
+                self._on_change(name)
         self._reader.forget_others(found)
         with self._lock:
             for name in [name for name in self._live if name not in found or not found[name].status.is_going]:

@@ -61,12 +61,24 @@ export function soon(action, pause = 150) {
   };
 }
 
-// Acts at once when it is called, and then at most once in each pause, however often it is called.
+// Acts at once when it is called, and then at most once in each pause, however often it is called; again only once the
+// promise that the action returns has settled.
 export function atMostOnceIn(pause, action) {
-  let timer = null, newest = -Infinity;
-  return () => {
-    timer ??= setTimeout(() => { timer = null; newest = performance.now(); action(); }, newest + pause - performance.now());
-  };
+  let timer = null, newest = -Infinity, isActing = false, isOutdated = false;
+  async function begin() {
+    timer = null;
+    newest = performance.now();
+    isActing = true;
+    try { await action(); } finally {
+      isActing = false;
+      if (isOutdated) act();
+    }
+  }
+  function act() {
+    isOutdated = isActing;
+    if (!isActing) timer ??= setTimeout(begin, newest + pause - performance.now());
+  }
+  return act;
 }
 
 // The `update` of a view of some runs: acts when one of them has changed.
@@ -106,6 +118,11 @@ export function plotly() {
     document.head.append(make("script", { src: "/plotly.js", onload: () => resolve(Plotly), onerror: failed }));
   });
   return loading;
+}
+
+// Frees what plotly keeps of the charts in an element, as it listens to the window for each.
+export function purge(element) {
+  for (const each of element.querySelectorAll(".js-plotly-plot")) Plotly.purge(each);
 }
 
 export function isDark() {

@@ -27,6 +27,7 @@ export function compare(view) {
 
   return {
     async select(chosen) {
+      asked++;
       runs = chosen;
       if (runs.length < 2) { tools.replaceChildren(); report.replaceChildren(message("Select two runs at the left.")); return; }
       if (!runs.includes(a)) a = runs[0];
@@ -107,10 +108,17 @@ export function whatif(view) {
     if (mine !== selecting) return;
     pending = found.pending.length;
     offer(metric, found.validated.map((name) => [name, name]));
-    lay();
+    if (controls.children.length) load(); // what is put in again loses the focus
+    else lay();
   }
 
-  return { select, update: whenChanged(() => runs, () => select(runs)), close: abort };
+  function close() {
+    selecting++;
+    runs = [];
+    abort();
+  }
+
+  return { select, update: whenChanged(() => runs, () => select(runs)), close };
 }
 
 export function media(view) {

@@ -1,6 +1,6 @@
 // The page: the list of runs at the left, and the view that is chosen for the selected ones.
 
-import { ask, giveColors, make, placesOf, soon } from "/dom.js";
+import { ask, atMostOnceIn, giveColors, make, placesOf, soon } from "/dom.js";
 import { runList } from "/runs.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
@@ -31,18 +31,20 @@ function remember() {
   history.replaceState(null, "", `#${kept}`);
 }
 
-let loading = 0, listed = "";
+let loading = 0, listed = "", newer = {}; // what the server has said of runs since it was asked for the list
 async function load() {
   const mine = ++loading;
+  newer = {};
   try {
     const found = await ask("runs", { where: at("where").value });
     if (mine !== loading) return;
     at("where-error").textContent = "";
     const text = JSON.stringify(found);
     if (text === listed) return; // an element that is replaced loses a click, and the focus
-    listed = text;
+    listed = Object.keys(newer).length ? "" : text;
     const first = page.known.size === 0 && page.selected.size === 0;
     page.runs = found.runs;
+    page.runs.forEach((run) => Object.assign(run, newer[run.id]));
     page.columns = found.columns;
     at("root").textContent = found.root;
     sorting();
@@ -50,6 +52,7 @@ async function load() {
     page.runs.forEach((run) => page.known.add(run.id));
     list();
     if (first || !page.current) show();
+    else page.current.relist?.();
   } catch (error) {
     if (mine === loading) at("where-error").textContent = error.message;
   }
@@ -101,14 +104,16 @@ const changed = soon(() => {
 }, 80);
 
 // Gives the selected runs to the view, and says there what went wrong.
+let selecting = 0;
 async function select() {
-  const view = page.current;
+  const mine = ++selecting;
+  let error = "";
   try {
-    await view?.select([...page.selected]);
-    if (view === page.current) at("view-error").textContent = "";
-  } catch (error) {
-    if (view === page.current) at("view-error").textContent = error.message;
+    await page.current?.select([...page.selected]);
+  } catch (caught) {
+    error = caught.message;
   }
+  if (mine === selecting) at("view-error").textContent = error;
 }
 
 // Shows the curves of some runs alone.
@@ -131,19 +136,20 @@ function show() {
     ...Object.keys(VIEWS).map((name) =>
       make("button", { role: "tab", "aria-selected": String(name === page.view), onclick: () => { page.view = name; show(); } }, name)),
   );
-  at("view").replaceChildren();
-  page.current = VIEWS[page.view](at("view"), page);
+  const view = make("div"); // of its own, which answers that come late do not leave
+  at("view").replaceChildren(view);
+  page.current = VIEWS[page.view](view, page);
   select();
   remember();
 }
 
-const again = soon(load, 300);
-let source = null;
+const again = atMostOnceIn(1000, load);
+let stream = null;
 
 // Only while the page is shown: of a server, a browser keeps six connections for all its tabs.
 function follow() {
-  if (document.hidden) { source?.close(); source = null; return; }
-  source ??= listen();
+  if (document.hidden) { stream?.close(); stream = null; return; }
+  stream ??= listen();
 }
 
 function listen() {
@@ -154,14 +160,20 @@ function listen() {
     at("state").className = "";
     at("state").textContent = "live";
   };
-  source.onerror = () => { at("state").className = "lost"; at("state").textContent = "connection lost; trying again"; };
+  source.onerror = () => {
+    at("state").className = "lost";
+    at("state").textContent = "connection lost; trying again";
+    if (source.readyState === EventSource.CLOSED) setTimeout(() => { if (stream === source) { stream = null; follow(); } }, 3000); // it does not itself
+  };
   source.onmessage = ({ data }) => {
     const { runs, reading } = JSON.parse(data);
     at("state").className = "";
     at("state").textContent = reading ? `reading ${reading} runs` : "live";
     let unknown = isFirst;
-    if (isFirst) page.current?.update?.(page.selected); // what has changed before
+    if (isFirst && at("view-error").textContent) select();
+    else if (isFirst) page.current?.update?.(page.selected); // what has changed before
     isFirst = false;
+    Object.assign(newer, runs);
     for (const [id, status] of Object.entries(runs)) {
       const run = page.runs.find((each) => each.id === id);
       if (!run || !status) unknown = true;
@@ -170,6 +182,7 @@ function listen() {
     if (unknown) again();
     forget(Object.keys(runs).filter((id) => !runs[id]));
     if (Object.keys(runs).length) {
+      listed = "";
       list();
       page.current?.update?.(new Set(Object.keys(runs)));
     }

@@ -1,19 +1,27 @@
 // The sweeps below the folder: each trial with its values and settings, the best one first.
 
-import { ask, atMostOnceIn, colorOf, make, message, number, plain, plainLayout, plotly, table } from "/dom.js";
+import { ask, atMostOnceIn, colorOf, make, message, number, plain, plainLayout, plotly, purge, table } from "/dom.js";
 
 const SHOWN = 500; // trials of a sweep
+const GOING = ["running", "waiting"]; // whose end may change no run
 
 export function sweeps(view, page) {
-  let closed = false;
+  let asked = 0, shown = "", timer = null;
+  const update = atMostOnceIn(1000, load);
 
   async function load() {
-    const found = await ask("sweeps");
-    if (closed) return;
+    const mine = ++asked;
+    const found = await ask("sweeps"), now = JSON.stringify(found);
+    if (mine !== asked) return;
+    clearTimeout(timer);
+    if (found.some((each) => each.trials?.some((trial) => GOING.includes(trial.state)))) timer = setTimeout(update, 3000);
+    if (now === shown) return;
+    shown = now;
+    purge(view);
     view.replaceChildren(...found.map(sweep));
     if (!found.length) view.append(message("There is no sweep in this folder. `pulsetrain sweep` trains one configuration with many settings."));
     const Plotly = found.length ? await plotly() : null;
-    if (!closed) found.forEach((each) => draw(each, Plotly));
+    if (now === shown) found.forEach((each) => draw(each, Plotly));
   }
 
   function sweep(each) {
@@ -66,5 +74,17 @@ export function sweeps(view, page) {
     ], layout, { displayModeBar: false, responsive: true });
   }
 
-  return { select: load, update: atMostOnceIn(1000, load), close() { closed = true; } };
+  function select() {
+    shown = ""; // runs have other colors
+    return load();
+  }
+
+  function close() {
+    asked++;
+    shown = null;
+    clearTimeout(timer);
+    purge(view);
+  }
+
+  return { select, update, close };
 }

@@ -1,6 +1,6 @@
 // What happened: a timeline, the events, forks, and where the processes of a run are.
 
-import { ask, colorOf, make, message, number, offer, ofOneRun, plain, plainLayout, plotly, soon, spelled, whenChanged } from "/dom.js";
+import { ask, colorOf, make, message, number, offer, ofOneRun, plain, plainLayout, plotly, purge, soon, spelled, whenChanged } from "/dom.js";
 
 const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
 const CUSTOM = "hexagon", LONGEST = 22; // events of the user, and characters of a row's name
@@ -47,12 +47,18 @@ export function timeline(view) {
     Plotly.react(chart, traces, layout, { displayModeBar: false, responsive: true });
   }
 
-  return { select, update: whenChanged(() => runs, () => select(runs)) };
+  function close() {
+    selecting++;
+    runs = [];
+    purge(view);
+  }
+
+  return { select, update: whenChanged(() => runs, () => select(runs)), close };
 }
 
 export function events(view) {
   let run = "", next = 0, end = 0, resumed = 0; // where the next page begins, and the events that are not complete yet
-  let asked = 0, isAsking = false, isOutdated = false;
+  let asked = 0, isAsking = false, isOutdated = false, isShown = false; // the first page of what is asked
   const tools = make("div", { class: "tools" });
   const where = make("input", { class: "code", size: 44, placeholder: 'event == "validation_completed"', "aria-label": "Condition on events", spellcheck: false, oninput: soon(() => load(), 350) });
   const kind = make("select", { "aria-label": "Type", onchange: () => load() }), rank = make("select", { "aria-label": "Rank", onchange: () => load() });
@@ -68,11 +74,12 @@ export function events(view) {
     const mine = ++asked;
     if (!run) { body.replaceChildren(); more.hidden = true; return; }
     isAsking = true;
+    isShown = isShown && part !== "first";
     const isBackwards = newest.checked && part !== "new";
     const from = part === "new" ? { after: end } : part === "more" ? { [isBackwards ? "before" : "after"]: next } : {};
     try {
       const found = await ask("events", { run, rank: rank.value, where: where.value, event: kind.value, newest: isBackwards ? "1" : "", ...from });
-      if (mine !== asked) return; // another question has been asked since
+      if (mine !== asked) { if (part === "new") follow(); return; } // another question has been asked since
       if (part === "new" && (found.resumed !== resumed || (newest.checked && found.next !== null))) { load(); return; }
       note.textContent = found.damage.join("; ");
       offer(kind, [["", "all types"], ...found.kinds.map((name) => [name, name])]);
@@ -85,6 +92,7 @@ export function events(view) {
       if (part !== "new" || !newest.checked) { next = found.next; more.hidden = next === null; }
       if (part !== "more" || !isBackwards) end = found.end;
       resumed = found.resumed;
+      isShown = true;
       if (!body.children.length) body.append(make("tr", { class: "none" }, make("td", { class: "wide", colSpan: 7 }, `No event matches among ${number(found.looked)}.`)));
     } catch (error) {
       if (mine === asked) note.textContent = error.message;
@@ -96,7 +104,7 @@ export function events(view) {
   // The newest events are added unless older ones that "More" shows would be missing before them.
   function follow() {
     isOutdated = isAsking;
-    if (!isAsking && (newest.checked || more.hidden)) load("new");
+    if (!isAsking && (!isShown || newest.checked || more.hidden)) load(isShown ? "new" : "first");
   }
 
   function row(event) {
@@ -110,7 +118,7 @@ export function events(view) {
   }
 
   const select = ofOneRun(tools, (chosen) => {
-    if (chosen !== run) rank.replaceChildren(); // another run may have fewer
+    if (chosen !== run) { rank.replaceChildren(); body.replaceChildren(); } // another run may have fewer ranks
     run = chosen;
     return load();
   }, rank, kind, order, where);
@@ -118,36 +126,37 @@ export function events(view) {
 }
 
 export function lineage(view, page) {
-  return {
-    async select() {
-      const parents = new Map();
-      for (const run of page.runs) if (run.parent) parents.set(run.id, run.parent.listed ?? run.parent.run);
-      if (!parents.size) { view.replaceChildren(message("No listed run was forked from another. `pulsetrain fork` makes one from a checkpoint.")); return; }
-      const children = new Map();
-      parents.forEach((parent, run) => children.set(parent, [...(children.get(parent) ?? []), run]));
-      const roots = [...new Set(parents.values())].filter((parent) => !parents.has(parent));
-      const branch = (run, seen) => {
-        const found = page.runs.find((each) => each.id === run);
-        const changed = [found?.parent?.changed ?? []].flat().join("; "); // a run.json may hold anything
-        const text = found?.parent ? ` at iteration ${number(found.parent.iteration)}${changed ? `: ${changed}` : ""}` : "";
-        const best = found ? Object.entries(found.best).slice(0, 2).map(([key, value]) => `${key} ${number(value, 4)}`).join(", ") : "not in this folder";
-        const below = seen.has(run) ? [] : (children.get(run) ?? []).map((each) => branch(each, new Set([...seen, run])));
-        return make("li", {}, make("strong", {}, spelled(run)), text, make("span", { class: "muted" }, best ? `  ${best}` : ""), below.length ? make("ul", { class: "tree" }, ...below) : null);
-      };
-      view.replaceChildren(make("ul", { class: "tree" }, ...roots.map((run) => branch(run, new Set()))));
-    },
-  };
+  async function select() {
+    const parents = new Map();
+    for (const run of page.runs) if (run.parent) parents.set(run.id, run.parent.listed ?? run.parent.run);
+    if (!parents.size) { view.replaceChildren(message("No listed run was forked from another. `pulsetrain fork` makes one from a checkpoint.")); return; }
+    const children = new Map();
+    parents.forEach((parent, run) => children.set(parent, [...(children.get(parent) ?? []), run]));
+    const roots = [...new Set(parents.values())].filter((parent) => !parents.has(parent));
+    const branch = (run, seen) => {
+      const found = page.runs.find((each) => each.id === run);
+      const changed = [found?.parent?.changed ?? []].flat().join("; "); // a run.json may hold anything
+      const text = found?.parent ? ` at iteration ${number(found.parent.iteration)}${changed ? `: ${changed}` : ""}` : "";
+      const best = found ? Object.entries(found.best).slice(0, 2).map(([key, value]) => `${key} ${number(value, 4)}`).join(", ") : "not in this folder";
+      const below = seen.has(run) ? [] : (children.get(run) ?? []).map((each) => branch(each, new Set([...seen, run])));
+      return make("li", {}, make("strong", {}, spelled(run)), text, make("span", { class: "muted" }, best ? `  ${best}` : ""), below.length ? make("ul", { class: "tree" }, ...below) : null);
+    };
+    view.replaceChildren(make("ul", { class: "tree" }, ...roots.map((run) => branch(run, new Set()))));
+  }
+
+  return { select, relist: select };
 }
 
 export function processes(view) {
-  let run = "";
+  let run = "", isAsking = false;
   const tools = make("div", { class: "tools" });
   const found = make("div");
   view.append(tools, found);
   async function load() {
+    const mine = run;
     if (!run) { found.replaceChildren(message("Select a run at the left.")); return; }
+    isAsking = true;
     try {
-      const mine = run;
       const ranks = await ask("where", { run });
       if (mine !== run) return; // another run has been chosen since
       found.replaceChildren(...ranks.map((rank) => make("section", {},
@@ -155,10 +164,12 @@ export function processes(view) {
         make("p", { class: rank.waited_for && ranks.length > 1 ? "error" : "muted" }, rank.ended ? "the run has ended" : !rank.time ? "no event of it can be read" : `${number((Date.now() / 1000 - rank.time), 3)} s ago, ${rank.activity}${rank.waited_for && ranks.length > 1 ? "; the others wait for it" : ""}`),
         rank.stack.length ? make("pre", {}, rank.stack.join("\n")) : null)));
     } catch (error) {
-      found.replaceChildren(make("p", { class: "error" }, error.message));
+      if (mine === run) found.replaceChildren(make("p", { class: "error" }, error.message));
+    } finally {
+      if (mine === run) isAsking = false;
     }
   }
-  const timer = setInterval(load, 3000);
+  const timer = setInterval(() => { if (!document.hidden && !isAsking) load(); }, 3000);
   return {
     select: ofOneRun(tools, (chosen) => { run = chosen; return load(); }),
     close() { clearInterval(timer); },

@@ -6,10 +6,12 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.runs.tags import change_tags
 from pulsetrain.serve.series import StoredSeries
 from pulsetrain.serve.store import Store, series_folder
@@ -34,6 +36,31 @@ def test_a_tag_leaves_the_curves_that_were_read(tmp_path: Path):
         assert store.series("a") is None  # the log of another rank is part of what is read
     finally:
         store.close()
+
+
+def test_what_another_rank_writes_after_the_first_one_has_ended_is_told(tmp_path: Path):
+    write_run(tmp_path / "a", [1.0])
+    write_rank_1(tmp_path / "a", range(3))
+    changed: list[tuple[str, int]] = []
+    here = threading.get_ident()
+    store = Store(tmp_path, lambda name: changed.append((name, threading.get_ident())))
+    try:
+        all_read(store, ["a"])
+        changed.clear()
+        for expected in (0, 1):
+            for _ in range(2):
+                store.refresh()
+            assert [name for name, thread in changed if thread == here] == ["a"] * expected  # once, not with each look
+            write_rank_1(tmp_path / "a", range(3, 6))
+    finally:
+        store.close()
+
+
+def write_rank_1(run: Path, seqs: Iterable[int]) -> None:
+    writer = LogWriter(run / "events", 1, run=run.name)
+    for seq in seqs:
+        writer.add(LoggedEvent(seq, "trainer", "iteration_completed", iteration=seq, seq=seq))
+    writer.close()
 
 
 def test_points_of_removed_and_renamed_runs_and_of_killed_readers_are_deleted(tmp_path: Path):
