@@ -35,7 +35,7 @@ def main(seed: int = 0) -> None:
         loggers.append(TensorBoardLogger(RUN))
         outputs["TensorBoard"] = f"tensorboard --logdir {RUN}"
     if importlib.util.find_spec("mlflow"):
-        loggers.append(MLflowLogger(folder=RUN, hyperparameters={"hidden": 64}, flush_seconds=60))
+        loggers.append(MLflowLogger(folder=RUN, hyperparameters={"hidden": 64}, flush_seconds=120))
         outputs["MLflow"] = f"mlflow server --backend-store-uri sqlite:///{RUN}/mlflow.db"
 
     config = TrainingConfig(max_epochs=3, learning_rate=0.003, log_every_n_steps=20, seed=seed)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs_installs import ROOT, checked, make_environment, run
+from tests.support.programs_installs import ROOT, checked, copy_tree, make_environment, run
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         installed = distribution(name)
         for top in {str(file).partition("/")[0] for file in installed.files or ()} - {"..", "__pycache__"}:
             (packages / top).symlink_to(Path(str(installed.locate_file(top))))
-    return make_environment(folder / "environment", ROOT, packages=packages)
+    return make_environment(folder / "environment", copy_tree(folder / "tree"), packages=packages)
 
 
 ENGINE = """

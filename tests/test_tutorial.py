@@ -29,6 +29,7 @@ def steps(page: str) -> list[tuple[str, list[str]]]:
 
 def without_figures(line: str) -> str:
     """The line with N for each number: times and last digits differ between machines."""
+    line = re.sub(r" \(\d+:\d\d:\d\d\)|\d+ min (?=\d+ s)", "", line)  # as times of more than a minute are written
     return " ".join(re.sub(r"\d[\d.,]*(e-?\d+)?", "N", line).split())
 
 

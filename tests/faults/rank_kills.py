@@ -135,22 +135,19 @@ def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[En
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
         watches: Callable[[], None] | None = None
         dies_at_a_time = rank == who and not in_save
-        if dies_at_a_time and not left:
-            threading.Timer(delay, die).start()
-        elif rank == who and in_save:
+        if rank == who and in_save:
             disk.os = MortalOs(calls, die)  # type: ignore[assignment]
         elif rank != who and not left:
             watches = follow
         if watches is not None:
             threading.Thread(target=watches, daemon=True).start()
         made = victim(folder, kind)
-        if dies_at_a_time and left:  # not before the processes have met: the other one would wait for a minute
+        if dies_at_a_time:  # not before the processes have met: the other one would say that it has not come
             threading.Timer(delay, die).start()
         with structlog.testing.capture_logs():
             made.train(resume="latest")
         return bits(made, folder)
 
-    begun = time.monotonic()
     ended = in_processes(body, world, limit=LENGTH * 10 + WAIT + 10)
     if ended[who].status == -signal.SIGKILL:
         done.kills += 1
@@ -159,7 +156,7 @@ def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[En
         done.kills_of_rank = (done.kills_of_rank[0] + (who == 0), done.kills_of_rank[1] + (who == 1))
         if left and world > 1:
             done.left_alone += 1
-            done.longest_wait = max(done.longest_wait, time.monotonic() - begun)
+            done.longest_wait = max(done.longest_wait, time.time() - died.stat().st_mtime)
     elif not any(each.error for each in ended):
         done.finished_before += 1
     return ended

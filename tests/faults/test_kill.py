@@ -52,4 +52,4 @@ def test_killed_ranks_damage_nothing_and_resume_bit_for_bit():
     assert tally["faults"] == []
     assert tally["kills"] >= 12
     assert min(tally["kills_of_rank"]) > 0
-    assert tally["longest_wait"] < 15
+    assert tally["longest_wait"] < 30  # after 15 s of silence a process counts as gone

@@ -147,7 +147,7 @@ class TestAScript:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
         wait_for(process, "batch")
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 0.5
         while process.poll() is None and time.monotonic() < end:
             process.send_signal(signal.Signals[name])
             time.sleep(0.001)

@@ -34,8 +34,10 @@ def headless() -> Iterator[Any]:
         driver.quit()
 
 
-def until(browser: Any, true: Callable[[], Any], seconds: float = 30) -> Any:
-    """Wait until it is true; returns what it has returned."""
+def until(browser: Any, true: Callable[[], Any], seconds: float = 60) -> Any:
+    """Wait until it is true; returns what it has returned. An element that is replaced meanwhile is looked up again."""
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.support.wait import WebDriverWait
 
-    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: true())
+    waiting = WebDriverWait(browser, seconds, 0.05, ignored_exceptions=[StaleElementReferenceException])
+    return waiting.until(lambda _: true())

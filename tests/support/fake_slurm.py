@@ -36,7 +36,8 @@ if os.fork() == 0:
                 if not (state / name).exists():
                     break
                 (state / name).unlink()
-            (state / f"ended-{job}").write_text(str(done.returncode))
+            (state / f"end-of-{job}").write_text(str(done.returncode))
+            (state / f"end-of-{job}").rename(state / f"ended-{job}")  # at once with its content
             os._exit(0)
     os._exit(0)
 print("Submitted batch job 71")
@@ -54,7 +55,8 @@ while words[0].startswith("--"):
 os.setpgid(0, 0)
 signal.signal(signal.SIGUSR2, lambda number, frame: None)
 job = os.environ["SLURM_JOB_ID"]
-(state / f"group-{job}").write_text(str(os.getpid()))
+(state / f"leader-of-{job}").write_text(str(os.getpid()))
+(state / f"leader-of-{job}").rename(state / f"group-{job}")
 array = os.environ.get("SLURM_ARRAY_TASK_ID", "")
 count = int(os.environ["SLURM_NTASKS"])
 own = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NODELIST": "localhost"}

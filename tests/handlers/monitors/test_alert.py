@@ -171,17 +171,17 @@ def test_the_end_waits_no_longer_than_the_timeout(server):
 @pytest.mark.slow
 def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path):
     engine, file = make_engine(), tmp_path / "child"
-    Alert(["sh", "-c", f"sleep 60 & echo $! > {file}; wait"], timeout=2.0).attach(engine)
+    Alert(["sh", "-c", f"sleep 60 & echo $! > {file}; wait"], timeout=10.0).attach(engine)
     with capture_logs() as logs:
         engine.run([0], max_epochs=1)
         wait_until(lambda: logs)
-    assert [line["error"] for line in logs] == ["TimeoutError: sh took more than 2 s"]
+    assert [line["error"] for line in logs] == ["TimeoutError: sh took more than 10 s"]
     child = Path(f"/proc/{file.read_text().strip()}/stat")
     wait_until(lambda: not child.exists() or ") Z " in child.read_text())
 
 
 def wait_until(condition):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)

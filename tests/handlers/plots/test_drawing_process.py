@@ -93,7 +93,8 @@ def test_a_run_that_is_killed_has_the_figures_that_were_drawn(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_process_finishes_what_it_is_drawing_when_the_training_process_is_gone(tmp_path):
+def test_the_process_finishes_what_it_is_drawing_when_the_training_process_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("pulsetrain.handlers.plots.painter._END_SECONDS", 120.0)
     painter = DrawingProcess()
     process = painter._running()
     _send(process.stdin, drawing(tmp_path, "loss"))

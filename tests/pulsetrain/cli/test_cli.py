@@ -130,7 +130,7 @@ class TestResults:
     @pytest.mark.slow
     def test_another_process_gives_the_same_run_too(self, folder: Path) -> None:
         assert train() == 0
-        subprocess.run([sys.executable, "-m", "pulsetrain", "train", "config.yaml"], check=True, timeout=60)
+        subprocess.run([sys.executable, "-m", "pulsetrain", "train", "config.yaml"], check=True, timeout=300)
         assert equal(weights("runs/tiny-1"), weights("runs/tiny-2"))
 
     def test_a_setting_may_precede_the_file(self, folder: Path) -> None:

@@ -32,7 +32,7 @@ def start(folder: Path) -> Iterator[Callable[..., Program]]:
 
 def wait_for(stream: Any, text: str) -> None:
     """Read until a line starts with this; the stream ends when the process ends."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (line := stream.readline()).startswith(text):
         assert line, f"it ended before it said {text!r}"
         assert time.monotonic() < deadline
@@ -54,7 +54,7 @@ class TestSignals:
         )
         wait_for(process.stdout, "batch")
         process.send_signal(signal.Signals[name])
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 128 + signal.Signals[name]
         assert f"{name}: stopping at the next safe point" in err
         assert "Traceback" not in err
@@ -77,7 +77,7 @@ class TestSignals:
         )
         wait_for(process.stdout, "batch")
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=240)
         assert process.returncode == 128 + signal.SIGTERM
         assert out.splitlines()[-1].startswith("resume: not possible")
 
@@ -88,7 +88,7 @@ class TestSignals:
         process.send_signal(signal.SIGTERM)
         wait_for(process.stderr, "SIGTERM: stopping")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 130
         assert "Traceback" not in err
         assert "stopped; the run folder is runs/tiny-1" in err

@@ -20,7 +20,7 @@ import yaml
 from pulsetrain.cli import main, queue_table, submit
 from pulsetrain.submit import queue_process, submission
 from pulsetrain.submit.local_queue import LocalQueue, taken_lock
-from tests.support.training_jobs import loads, losses, processes_with, until, write_run
+from tests.support.training_jobs import kill_all, loads, losses, processes_with, until, write_run
 
 Streams = pytest.CaptureFixture[str]
 SWEEP = (
@@ -37,8 +37,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(work)
     monkeypatch.setenv("PULSETRAIN_QUEUE", str(tmp_path / "queue"))
     yield work
-    for process in processes_with(str(tmp_path)):
-        os.kill(process, signal.SIGKILL)
+    kill_all(str(tmp_path))
     for child in queue_process._started:
         child.wait()
     queue_process._started.clear()
@@ -414,8 +413,7 @@ def test_a_sweep_is_shared_out_by_two_jobs_and_survives_the_kill_of_both(base: P
     assert main(["submit", "s.yaml", "--to", "local", "--workers", "2", "--devices", "2"]) == 0
     until(lambda: len(list(Path("out/trials").glob("*/checkpoints/*/manifest.json"))) > 2)
     for text in (str(base.parent), "s.yaml"):
-        for process in processes_with(text):
-            os.kill(process, signal.SIGKILL)
+        kill_all(text)
     assert main(["submit", "--to", "local", "--status"]) == 0
     until(lambda: [job.state for job in queue.jobs()] == ["done", "done"])
     from pulsetrain.sweep.results import read_results

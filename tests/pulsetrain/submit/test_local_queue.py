@@ -15,7 +15,7 @@ from pulsetrain.submit import queue_process
 from pulsetrain.submit.local_queue import LocalQueue, QueuedJob
 from pulsetrain.submit.queue_process import QueueProcess, ensure_running
 from tests.faults.queues import run
-from tests.support.training_jobs import processes_with, until
+from tests.support.training_jobs import kill_all, processes_with, until
 
 # in place of an interpreter: runs the queue's own processes, and as `pulsetrain` one of three commands
 PYTHON = f"""#!/bin/bash
@@ -37,8 +37,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     python.write_text(PYTHON)
     python.chmod(0o755)
     yield tmp_path
-    for process in processes_with(str(tmp_path)):
-        os.kill(process, signal.SIGKILL)
+    kill_all(str(tmp_path))
     for child in [*queue_process._started, *(runner for process in KEPT for runner in process._runners)]:
         child.wait()
     KEPT.clear()
@@ -179,8 +178,7 @@ def test_everything_is_killed_and_the_jobs_run_again_in_order(folder: Path) -> N
     ensure_running(queue)
     until(lambda: (folder / "0.started").exists())
     (folder / "0.started").unlink()
-    for process in processes_with(str(folder)):
-        os.kill(process, signal.SIGKILL)
+    kill_all(str(folder))
     until(lambda: not list(processes_with(str(folder))))
     assert states(queue) == ["running", "waiting"]
     ensure_running(queue)

@@ -128,7 +128,7 @@ def test_tasks_wait_together_for_a_folder_that_an_earlier_run_still_uses(tmp_pat
         for name in ("SLURM_STEP_ID", "SLURM_JOB_ID"):
             del os.environ[name]
         made = run(1)
-        made.on(Events.ITERATION_COMPLETED(once=1))(lambda: (tmp_path / "begun").touch() or time.sleep(4.0))
+        made.on(Events.ITERATION_COMPLETED(once=1))(lambda: (tmp_path / "begun").touch() or time.sleep(8.0))
         made.train()
 
     def body(rank: int) -> int:
@@ -140,7 +140,7 @@ def test_tasks_wait_together_for_a_folder_that_an_earlier_run_still_uses(tmp_pat
                 os._exit(0)
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
-        join(timeout=2.0)
+        join().timeout = 4.0
         made = run(2)
         made.train(resume="latest", wait=True)
         return made.state.iteration

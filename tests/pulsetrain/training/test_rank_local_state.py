@@ -169,7 +169,7 @@ def test_the_checkpoint_where_a_signal_ends_a_run_has_the_losses_of_all(who: int
             made.train()
         return made.state.iteration
 
-    first, second = in_processes(run, limit=40)
+    first, second = in_processes(run)
     assert (first.error, second.error) == ("", "")
     newest = CheckpointManager(tmp_path / "checkpoints").valid()[-1]
     assert int(newest.name[:9]) == first.value == second.value
@@ -254,13 +254,14 @@ def test_a_checkpointer_that_the_main_process_lacks_is_refused(tmp_path: Path):
 @pytest.mark.slow
 def test_a_save_of_shards_by_one_process_alone_says_that_all_have_to_make_it(tmp_path: Path):
     def body(rank: int) -> None:
-        join(timeout=2.0)
+        control = join()
         made = saving(tmp_path, rank, "fsdp", log_every_n_steps=50)
+        made.on(Events.ITERATION_COMPLETED(once=1))(lambda: setattr(control, "timeout", 2.0))
         if rank == 0:
             made.on(Events.ITERATION_COMPLETED(once=2))(lambda: made.save_checkpoint())
         made.train()
 
-    first, _ = in_processes(body, limit=40)
+    first, _ = in_processes(body)
     assert "to a save of a sharded model, which all processes have to make together" in first.error
 
 

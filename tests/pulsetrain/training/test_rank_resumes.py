@@ -68,13 +68,13 @@ def test_the_main_process_may_read_the_newest_checkpoint_for_longer_than_a_rank_
     newest = CheckpointManager.get_latest
 
     def slowly(manager: CheckpointManager) -> Any:
-        time.sleep(2.5)
+        time.sleep(6.0)
         return newest(manager)
 
     monkeypatch.setattr(CheckpointManager, "get_latest", slowly)
 
     def body(rank: int) -> Any:
-        join(timeout=1.0)
+        join().timeout = 4.0
         made = dropping(tmp_path)
         made.train(resume="latest")
         return made.state.iteration

@@ -180,7 +180,7 @@ def test_copies_of_shards_on_four_processes(topology: dict[str, int]):
         return trained(make_with(net(rank), *loaders, backend=backend, clip_grad_norm=0.5))
 
     one = run(0, None)
-    for each in in_processes(lambda rank: run(rank, sharded(**topology)), 4, limit=120):
+    for each in in_processes(lambda rank: run(rank, sharded(**topology)), 4):
         assert each.error == ""
         assert apart(each.value, one) < 1e-12
 

@@ -193,7 +193,7 @@ def test_a_checkpoint_of_four_processes_resumes_on_any_other_number(first: str, 
         made.on(Events.ITERATION_COMPLETED(once=11))(lambda: os.kill(os.getpid(), signal.SIGKILL))
         made.train()
 
-    in_processes(cut, KINDS[first].processes, limit=120)
+    in_processes(cut, KINDS[first].processes)
     ended = in_processes(
         lambda rank: trained(saving(tmp_path / "run", rank, then), resume="latest"), KINDS[then].processes, limit=120
     )

@@ -66,7 +66,7 @@ def test_a_signal_to_one_process_ends_all_with_a_checkpoint(who: int, tmp_path: 
             made.train()
         return made.state.iteration, saver.saved_at, preempted
 
-    first, second = in_processes(run, limit=40)
+    first, second = in_processes(run)
     assert (first.error, second.error) == ("", "")
     ((end, saved, before), (other, _, _)) = first.value, second.value
     assert end == other == saved
@@ -88,7 +88,7 @@ def test_a_save_that_raises_on_the_main_process_ends_all(tmp_path: Path):
             saver.manager.save = refuse  # type: ignore[method-assign]
         made.train()
 
-    first, second = in_processes(run, limit=40)
+    first, second = in_processes(run)
     assert "ValueError: cannot be written" in first.error
     assert "cannot be written" in second.error
 
@@ -132,7 +132,7 @@ def test_a_full_disk_of_any_process_fails_the_save_on_all(who: int, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_save_may_take_longer_than_a_rank_may_be_late(kind: str, tmp_path: Path):
     def run(rank: int, seconds: float) -> Any:
-        join(timeout=1.0)
+        control = join()
         write = Disk.write
 
         def slow(disk: Disk, target: Path, name: str, content: Any) -> Any:
@@ -142,6 +142,7 @@ def test_a_save_may_take_longer_than_a_rank_may_be_late(kind: str, tmp_path: Pat
         Disk.write = slow  # type: ignore[method-assign]
         # at the end of an epoch, after which the others next wait for a pulse, not for gradients
         made = saving(tmp_path / str(seconds), rank, kind, {"every": Every(epochs=1)}, max_epochs=2)
+        made.on(Events.ITERATION_COMPLETED(once=2))(lambda: setattr(control, "timeout", 1.0))  # both have started
         made.train()
         return made.state.iteration, [whole_of(each).tolist() for each in made.model.parameters()]
 
@@ -189,7 +190,7 @@ def test_what_ends_one_process_inside_of_a_save_ends_the_other(
             Disk.write = fail_to_write  # type: ignore[method-assign]
         made.train()
 
-    first, second = in_processes(run, limit=40)
+    first, second = in_processes(run)
     assert second.error
     assert first.error
     assert (tmp_path / "run" / "checkpoints" / "000000003-checkpoint").is_dir()
@@ -209,19 +210,21 @@ def test_a_process_that_is_killed_inside_of_a_save_is_named(kind: str, dies: int
 
         def die(disk: Disk, target: Path, name: str, content: Any) -> Any:
             if rank == dies:
+                time.sleep(1.0)  # of signs of life, of which it gives the next one no more
+                died.write_text(str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(disk, target, name, content)
 
         Disk.write = die  # type: ignore[method-assign]
         made.save_checkpoint("own") if after_the_run else made.train()
 
-    begun = time.monotonic()
-    ended = in_processes(run, KINDS[kind].processes, limit=50)
+    died = tmp_path / "died"
+    ended = in_processes(run, KINDS[kind].processes)
     assert ended[dies].status == -signal.SIGKILL
     said = [each.error + each.stderr for rank, each in enumerate(ended) if rank != dies]
     assert f"rank {dies} has given no sign of life" in said[0] or f"rank {dies} has ended" in said[0]
     assert all(said), "none has taken the checkpoint for complete"
-    assert time.monotonic() - begun < 40
+    assert time.monotonic() - float(died.read_text()) < 40
     assert after_the_run or not list((tmp_path / "run" / "checkpoints").glob("0*"))
 
 
@@ -230,7 +233,7 @@ def test_a_handler_that_one_process_lacks_costs_no_checkpoint_silently(tmp_path:
         average = [EMA(0.9, validate=False)] if rank == 0 else []
         saving(tmp_path / "run", rank, "fsdp", None, *average).train()
 
-    first, second = in_processes(run, limit=40)
+    first, second = in_processes(run)
     assert "EMA" in first.error.splitlines()[-1] + first.error
     assert "12 of its 20 items are in the files" in first.error
     assert "12 of its 20 items are in the files" in second.error

@@ -290,7 +290,7 @@ def test_an_error_of_a_loader_comes_when_its_batch_is_due():
             return seen, str(error)
         return seen, ""
 
-    first, second = in_processes(body, limit=30.0)
+    first, second = in_processes(body)
     assert (first.error, second.error) == ("", ""), first.error + second.error
     assert second.value == ([1, 2], "row 8 is damaged")
     assert first.value[0] == [1, 2]
@@ -311,7 +311,7 @@ def test_a_length_that_one_rank_does_not_keep_is_named(batches: int):
         loader = Lying(range(SIZE * (batches if rank else 4)))
         make(net(), loader, log_every_n_steps=50, max_epochs=3).train()
 
-    for each in in_processes(body, limit=30.0):
+    for each in in_processes(body):
         last = each.error.splitlines()[-1]
         assert "the loader of a rank gave more or fewer batches than its len()" in last
         assert ("rank 0 (1, 0); rank 1 (2, 3)" if batches == 3 else "rank 0 (2, 4); rank 1 (2, 5)") in last
@@ -331,7 +331,7 @@ def test_an_iterator_that_ends_before_its_length_is_named():
     def body(rank: int) -> None:
         make(net(), Once(range(SIZE * (4 - rank))), log_every_n_steps=50, max_epochs=1).train()
 
-    ended = in_processes(body, limit=30.0)
+    ended = in_processes(body)
     said = "".join(each.error.splitlines()[-1] for each in ended)
     assert "they do not have the same number of batches, or a handler acts in one of them alone" in said
     assert all("PeerFailed" in each.error for each in ended)
