@@ -38,7 +38,7 @@ def test_a_tag_leaves_the_curves_that_were_read(tmp_path: Path):
         store.close()
 
 
-def test_what_another_rank_writes_after_the_first_one_has_ended_is_told(tmp_path: Path):
+def test_what_another_rank_writes_after_the_first_one_has_ended_is_reported(tmp_path: Path):
     write_run(tmp_path / "a", [1.0])
     write_rank_1(tmp_path / "a", range(3))
     changed: list[tuple[str, int]] = []
