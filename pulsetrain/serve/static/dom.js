@@ -62,17 +62,24 @@ export function soon(action, pause = 150) {
 }
 
 // Acts at once when it is called, and then at most once in each pause, however often it is called; again only once the
-// promise that the action returns has settled.
+// promise that the action returns has settled. What goes wrong in it is said above the view until it works.
 export function atMostOnceIn(pause, action) {
-  let timer = null, newest = -Infinity, isActing = false, isOutdated = false;
+  let timer = null, newest = -Infinity, isActing = false, isOutdated = false, hasFailed = false;
+  const say = (text) => { document.getElementById("view-error").textContent = text; };
   async function begin() {
     timer = null;
     newest = performance.now();
     isActing = true;
-    try { await action(); } finally {
-      isActing = false;
-      if (isOutdated) act();
+    try {
+      await action();
+      if (hasFailed) say("");
+      hasFailed = false;
+    } catch (error) {
+      hasFailed = true;
+      say(error.message);
     }
+    isActing = false;
+    if (isOutdated) act();
   }
   function act() {
     isOutdated = isActing;
@@ -122,7 +129,7 @@ export function plotly() {
 
 // Frees what plotly keeps of the charts in an element, as it listens to the window for each.
 export function purge(element) {
-  for (const each of element.querySelectorAll(".js-plotly-plot")) Plotly.purge(each);
+  for (const each of [element, ...element.querySelectorAll(".js-plotly-plot")]) if (each.matches(".js-plotly-plot")) Plotly.purge(each);
 }
 
 export function isDark() {

@@ -1,6 +1,6 @@
 // The page: the list of runs at the left, and the view that is chosen for the selected ones.
 
-import { ask, atMostOnceIn, giveColors, make, placesOf, soon } from "/dom.js";
+import { ask, atMostOnceIn, giveColors, make, offer, placesOf, soon } from "/dom.js";
 import { runList } from "/runs.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
@@ -41,7 +41,7 @@ async function load() {
     at("where-error").textContent = "";
     const text = JSON.stringify(found);
     if (text === listed) return; // an element that is replaced loses a click, and the focus
-    listed = Object.keys(newer).length ? "" : text;
+    listed = found.runs.some((run) => newer[run.id]) ? "" : text;
     const first = page.known.size === 0 && page.selected.size === 0;
     page.runs = found.runs;
     page.runs.forEach((run) => Object.assign(run, newer[run.id]));
@@ -59,9 +59,7 @@ async function load() {
 }
 
 function sorting() {
-  const chosen = at("sort").value || "run";
-  at("sort").replaceChildren(...page.columns.map((name) => make("option", { value: name }, name)));
-  at("sort").value = page.columns.includes(chosen) ? chosen : page.columns[0];
+  offer(at("sort"), page.columns.map((name) => [name, name]));
 }
 
 function visible() {
@@ -177,12 +175,11 @@ function listen() {
     for (const [id, status] of Object.entries(runs)) {
       const run = page.runs.find((each) => each.id === id);
       if (!run || !status) unknown = true;
-      else Object.assign(run, status);
+      else { Object.assign(run, status); listed = ""; }
     }
     if (unknown) again();
     forget(Object.keys(runs).filter((id) => !runs[id]));
     if (Object.keys(runs).length) {
-      listed = "";
       list();
       page.current?.update?.(new Set(Object.keys(runs)));
     }

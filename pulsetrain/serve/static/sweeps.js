@@ -6,22 +6,39 @@ const SHOWN = 500; // trials of a sweep
 const GOING = ["running", "waiting"]; // whose end may change no run
 
 export function sweeps(view, page) {
-  let asked = 0, shown = "", timer = null;
+  let closed = false, asked = 0, shown = "", timer = null;
   const update = atMostOnceIn(1000, load);
 
   async function load() {
+    if (closed) return;
     const mine = ++asked;
-    const found = await ask("sweeps"), now = JSON.stringify(found);
-    if (mine !== asked) return;
-    clearTimeout(timer);
-    if (found.some((each) => each.trials?.some((trial) => GOING.includes(trial.state)))) timer = setTimeout(update, 3000);
+    let found = null;
+    try {
+      found = await ask("sweeps");
+    } finally {
+      if (mine === asked && !closed) askLater(found);
+    }
+    if (mine !== asked || closed) return;
+    const now = JSON.stringify(found);
     if (now === shown) return;
     shown = now;
     purge(view);
     view.replaceChildren(...found.map(sweep));
     if (!found.length) view.append(message("There is no sweep in this folder. `pulsetrain sweep` trains one configuration with many settings."));
-    const Plotly = found.length ? await plotly() : null;
-    if (now === shown) found.forEach((each) => draw(each, Plotly));
+    try {
+      const Plotly = found.length ? await plotly() : null;
+      if (now === shown && !closed) found.forEach((each) => draw(each, Plotly));
+    } catch (error) {
+      shown = ""; // the next answer is drawn, though it may be the same
+      throw error;
+    }
+  }
+
+  // Of a hidden page, the first message once it is shown asks.
+  function askLater(found) {
+    clearTimeout(timer);
+    const mayChange = found === null || found.some((each) => each.error || each.trials.some((trial) => GOING.includes(trial.state)));
+    if (mayChange) timer = setTimeout(() => { if (!document.hidden) update(); }, 3000);
   }
 
   function sweep(each) {
@@ -80,8 +97,7 @@ export function sweeps(view, page) {
   }
 
   function close() {
-    asked++;
-    shown = null;
+    closed = true;
     clearTimeout(timer);
     purge(view);
   }

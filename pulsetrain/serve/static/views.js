@@ -1,6 +1,6 @@
 // What happened: a timeline, the events, forks, and where the processes of a run are.
 
-import { ask, colorOf, make, message, number, offer, ofOneRun, plain, plainLayout, plotly, purge, soon, spelled, whenChanged } from "/dom.js";
+import { ask, atMostOnceIn, colorOf, make, message, number, offer, ofOneRun, plain, plainLayout, plotly, purge, soon, spelled, whenChanged } from "/dom.js";
 
 const SYMBOLS = { "start and end": "triangle-right", epochs: "line-ns-open", rollouts: "triangle-up", validations: "circle", checkpoints: "square", anomalies: "x" };
 const CUSTOM = "hexagon", LONGEST = 22; // events of the user, and characters of a row's name
@@ -50,7 +50,7 @@ export function timeline(view) {
   function close() {
     selecting++;
     runs = [];
-    purge(view);
+    purge(chart);
   }
 
   return { select, update: whenChanged(() => runs, () => select(runs)), close };
@@ -104,8 +104,12 @@ export function events(view) {
   // The newest events are added unless older ones that "More" shows would be missing before them.
   function follow() {
     isOutdated = isAsking;
-    if (!isAsking && (!isShown || newest.checked || more.hidden)) load(isShown ? "new" : "first");
+    if (isAsking) return;
+    if (!isShown) retry();
+    else if (newest.checked || more.hidden) load("new");
   }
+
+  const retry = atMostOnceIn(3000, () => (isShown || isAsking ? null : load())); // a condition may take long to fail
 
   function row(event) {
     const { seq, event: name, engine, epoch = 0, iteration = 0, t, ord, ...rest } = event;
@@ -118,11 +122,16 @@ export function events(view) {
   }
 
   const select = ofOneRun(tools, (chosen) => {
-    if (chosen !== run) { rank.replaceChildren(); body.replaceChildren(); } // another run may have fewer ranks
+    if (chosen !== run) { rank.replaceChildren(); body.replaceChildren(); more.hidden = true; } // another run may have fewer ranks
     run = chosen;
     return load();
   }, rank, kind, order, where);
-  return { select, update: whenChanged(() => [run], follow) };
+  function close() {
+    asked++;
+    run = "";
+  }
+
+  return { select, update: whenChanged(() => [run], follow), close };
 }
 
 export function lineage(view, page) {

@@ -30,7 +30,10 @@ window.held = null;
 window.late = 0;
 window.release = () => { window.held = null; waiting.forEach((each) => each()); waiting = []; };
 window.waits = () => waiting.length;
+const every = [];
+window.asked = (part) => every.filter((each) => each.includes(part)).length;
 window.fetch = async (url, options) => {
+  every.push(String(url));
   const answer = await real(url, options);
   if (window.late) await new Promise((resolve) => setTimeout(resolve, window.late));
   if (window.held && String(url).includes(window.held)) await new Promise((resolve) => waiting.push(resolve));
@@ -203,8 +206,11 @@ def test_a_wrong_condition_on_events_stays_wrong_while_the_run_trains(chromium: 
         box = chromium.find_element("css selector", "[aria-label='Condition on events']")
         box.send_keys('iteration > "x"')
         said = until(chromium, lambda: chromium.execute_script(refused))
-        with growing(log):
-            pause(chromium, 2000)
+        with growing(log, 0.1):
+            pause(chromium, 1000)
+            before = chromium.execute_script("return window.asked('/api/events')")
+            pause(chromium, 4000)
+            assert chromium.execute_script("return window.asked('/api/events')") <= before + 2  # one takes long
         assert chromium.execute_script(refused) == said
         assert seqs(chromium) == [*range(13)]
         box.clear()
@@ -212,16 +218,22 @@ def test_a_wrong_condition_on_events_stays_wrong_while_the_run_trains(chromium: 
         until(chromium, lambda: len(seqs(chromium)) == log.iteration - 10)
 
 
-def test_trials_that_end_after_their_runs_are_shown(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The study of a sweep with two completed trials and a failed one, and a trial of it that is running."""
     pytest.importorskip("optuna", reason="pip install 'pulsetrain[sweep]'")
     from pulsetrain.sweep.study import open_study
     from tests.pulsetrain.sweep.test_sweep_pictures import add_trials, spec_of
 
     spec = spec_of(tmp_path, "val/loss", monkeypatch, "swept")
     add_trials(spec, 2)
-    study = open_study(spec)
-    trial = study.ask()
     write_run(tmp_path / "swept" / "trials" / "0000", [1.0])
+    study = open_study(spec)
+    return study, study.ask()
+
+
+def test_trials_that_end_after_their_runs_are_shown(chromium: Any, tmp_path: Path, swept: tuple[Any, Any]):
+    study, trial = swept
     with served(tmp_path) as address:
         show(chromium, address, "Sweeps")
         until(chromium, lambda: "1 running" in text(chromium, ".summary") and chromium.execute_script(PLOTS) == 1)
@@ -229,6 +241,44 @@ def test_trials_that_end_after_their_runs_are_shown(chromium: Any, tmp_path: Pat
         until(chromium, lambda: "3 completed, 1 failed" in text(chromium, ".summary"))
         until(chromium, lambda: chromium.execute_script(PLOTS) == 1)
         assert chromium.execute_script("return window.resizeListeners()") == 1
+
+
+@pytest.mark.usefixtures("swept")
+def test_sweeps_that_were_left_are_no_longer_asked_for(chromium: Any, tmp_path: Path):
+    write_run(tmp_path / "a", [1.0, 0.5], end=None)
+    with served(tmp_path) as address, growing(GrowingLog(tmp_path / "a", 10), 0.1):
+        show(chromium, address, "Curves", "a")
+        until(chromium, lambda: "val/loss" in text(chromium))  # it is followed now
+        tab(chromium, "Sweeps")
+        for milliseconds in (300, 500, 700, 900):  # while an update waits, in most cases
+            until(chromium, lambda: chromium.execute_script(PLOTS) == 1)
+            pause(chromium, milliseconds)
+            tab(chromium, "Lineage")
+            pause(chromium, 100)
+            tab(chromium, "Sweeps")
+        tab(chromium, "Lineage")
+        pause(chromium, 1500)  # for what was on its way
+        before = chromium.execute_script("return window.asked('/api/sweeps')")
+        pause(chromium, 4000)
+        assert chromium.execute_script("return window.asked('/api/sweeps')") == before
+        assert chromium.execute_script("return window.resizeListeners()") == 0
+
+
+@pytest.mark.usefixtures("swept")
+def test_sweeps_are_drawn_though_plotly_could_not_be_loaded_at_first(chromium: Any, tmp_path: Path):
+    chromium.execute_cdp_cmd("Network.enable", {})
+    chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*/plotly.js"]})
+    try:
+        with served(tmp_path) as address:
+            show(chromium, address, "Sweeps")
+            until(chromium, lambda: "plotly.js cannot be loaded" in text(chromium, "#view-error"))
+            assert chromium.execute_script(PLOTS) == 0
+            chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+            until(chromium, lambda: chromium.execute_script(PLOTS) == 1)
+            until(chromium, lambda: text(chromium, "#view-error") == "")
+    finally:
+        chromium.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+        chromium.execute_cdp_cmd("Network.disable", {})
 
 
 @contextmanager
