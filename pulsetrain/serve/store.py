@@ -68,7 +68,7 @@ class Store:
         self._folder = _writable(root)
         self._signs: dict[str, str] = {}
         self._stored: dict[str, StoredSeries] = {}
-        self._rested: dict[str, str] = {}  # signs of the logs of all ranks when it was last looked
+        self._rank_signs: dict[str, str] = {}  # of the logs of all ranks when they were last looked at
         self._live: dict[str, _Live] = {}
         self._reader = BackgroundReader(self._read)
         self._unread: dict[str, tuple[str, Failure, float]] = {}  # id -> sign, why, and when
@@ -103,7 +103,7 @@ class Store:
             if may_be_read_again or name not in found:
                 self._stored.pop(name, None)
                 self._unread.pop(name, None)
-                self._rested.pop(name, None)
+                self._rank_signs.pop(name, None)
             if is_changed or may_be_read_again:
                 self._on_change(name)
         for name, stored in list(self._stored.items()):
@@ -111,7 +111,7 @@ class Store:
             if run is None or run.ranks == 1:
                 continue
             sign = log_sign_of(str(run.folder))
-            has_rested, self._rested[name] = self._rested.get(name) == sign, sign
+            has_rested, self._rank_signs[name] = self._rank_signs.get(name) == sign, sign
             if has_rested and sign != stored.about.sign:  # other ranks have written since the first one
                 self._stored.pop(name, None)
                 self._on_change(name)

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,16 +132,12 @@ def attempt(folder: Path, kind: str, dice: random.Random, done: Done) -> list[En
     def body(rank: int) -> Any:
         if world == 1:
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
-        watches: Callable[[], None] | None = None
-        dies_at_a_time = rank == who and not in_save
         if rank == who and in_save:
             disk.os = MortalOs(calls, die)  # type: ignore[assignment]
         elif rank != who and not left:
-            watches = follow
-        if watches is not None:
-            threading.Thread(target=watches, daemon=True).start()
+            threading.Thread(target=follow, daemon=True).start()
         made = victim(folder, kind)
-        if dies_at_a_time:  # not before the processes have met: the other one would say that it has not come
+        if rank == who and not in_save:  # once they have met: else the other one says that it has not come
             threading.Timer(delay, die).start()
         with structlog.testing.capture_logs():
             made.train(resume="latest")

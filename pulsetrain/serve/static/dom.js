@@ -61,22 +61,26 @@ export function soon(action, pause = 150) {
   };
 }
 
+// Above the view: what went wrong in it, or nothing.
+export function sayError(text) {
+  document.getElementById("view-error").textContent = text;
+}
+
 // Acts at once when it is called, and then at most once in each pause, however often it is called; again only once the
 // promise that the action returns has settled. What goes wrong in it is said above the view until it works.
 export function atMostOnceIn(pause, action) {
   let timer = null, newest = -Infinity, isActing = false, isOutdated = false, hasFailed = false;
-  const say = (text) => { document.getElementById("view-error").textContent = text; };
   async function begin() {
     timer = null;
     newest = performance.now();
     isActing = true;
     try {
       await action();
-      if (hasFailed) say("");
+      if (hasFailed) sayError("");
       hasFailed = false;
     } catch (error) {
       hasFailed = true;
-      say(error.message);
+      sayError(error.message);
     }
     isActing = false;
     if (isOutdated) act();

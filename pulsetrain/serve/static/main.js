@@ -1,6 +1,6 @@
 // The page: the list of runs at the left, and the view that is chosen for the selected ones.
 
-import { ask, atMostOnceIn, giveColors, make, offer, placesOf, soon } from "/dom.js";
+import { ask, atMostOnceIn, giveColors, make, offer, placesOf, sayError, soon } from "/dom.js";
 import { runList } from "/runs.js";
 import { curves } from "/curves.js";
 import { timeline, events, lineage, processes } from "/views.js";
@@ -111,7 +111,7 @@ async function select() {
   } catch (caught) {
     error = caught.message;
   }
-  if (mine === selecting) at("view-error").textContent = error;
+  if (mine === selecting) sayError(error);
 }
 
 // Shows the curves of some runs alone.

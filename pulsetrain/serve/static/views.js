@@ -126,6 +126,7 @@ export function events(view) {
     run = chosen;
     return load();
   }, rank, kind, order, where);
+
   function close() {
     asked++;
     run = "";

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ import yaml
 from pulsetrain.cli import main, queue_table, submit
 from pulsetrain.submit import queue_process, submission
 from pulsetrain.submit.local_queue import LocalQueue, taken_lock
-from tests.support.training_jobs import kill_all, loads, losses, processes_with, until, write_run
+from tests.support.training_jobs import kill_all, loads, losses, until, write_run
 
 Streams = pytest.CaptureFixture[str]
 SWEEP = (
@@ -371,8 +370,8 @@ def test_jobs_of_a_queue_that_is_killed_resume_and_end_as_if_it_had_not_been(bas
         assert main(["submit", "base.yaml", "--to", "local", "--run", folder, "--devices", "1"]) == 0
     for folder in ("a", hostile):
         until(lambda folder=folder: list(Path(folder, "checkpoints").glob("0*/manifest.json")))  # type: ignore[misc]
-        for process in [each for text in (str(base.parent), "base.yaml") for each in processes_with(text)]:
-            os.kill(process, signal.SIGKILL)
+        for text in (str(base.parent), "base.yaml"):
+            kill_all(text)
         assert queue.job(1).state == ("running" if folder == "a" else "done")
         assert main(["submit", "--to", "local", "--status"]) == 0
         assert "the queue had stopped, and continues" in capsys.readouterr().err
