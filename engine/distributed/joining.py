@@ -178,6 +178,7 @@ def _meet(found: Ranks, timeout: float) -> Store:
             "MASTER_PORT do not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
         )
     hosts = found.rank == 0 and not _has_launcher()
+    keeper = "the launcher" if _has_launcher() else "rank 0"
     try:
         store = _connect(host, port, timeout, hosts=hosts)
     except RuntimeError as error:
@@ -186,12 +187,16 @@ def _meet(found: Ranks, timeout: float) -> Store:
                 f"{host}:{port}, where the processes are to meet, cannot be used: {str(error).splitlines()[0]}; "
                 "choose another MASTER_PORT"
             ) from None
-        raise PeerFailed(
-            f"{'the launcher' if _has_launcher() else 'rank 0'} has not come to {host}:{port} within {timeout:g} s"
-        ) from None
+        raise PeerFailed(f"{keeper} has not come to {host}:{port} within {timeout:g} s") from None
     # after a restart, ranks would otherwise find the addresses of processes that have ended
     attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    missing = [str(rank) for rank in _absent_after(attempt, found, timeout)]
+    try:
+        missing = [str(rank) for rank in _absent_after(attempt, found, timeout)]
+    except RuntimeError as error:  # of the connection
+        raise PeerFailed(
+            f"{keeper} has ended while the processes were to meet at {host}:{port}; see its output "
+            f"({str(error).splitlines()[0]})"
+        ) from None
     if missing:
         raise PeerFailed(
             f"of {found.world_size} processes, {_listed(missing)} not come to {host}:{port} within "

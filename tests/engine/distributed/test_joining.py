@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -122,6 +123,31 @@ def test_a_rank_that_never_comes_is_named(absent: int):
     assert "PeerFailed" in ended.error
     assert ("rank 0 has not come to 127.0.0.1" if absent == 0 else "of 2 processes, rank 1 has not come") in ended.error
     assert "within 1 s" in ended.error
+
+
+def test_a_main_process_that_ends_while_others_wait_to_meet_it_is_named(tmp_path: Path):
+    def body(rank: int) -> None:
+        met = tmp_path / "met"
+        if rank == 0:
+
+            def end() -> None:
+                while not met.exists():
+                    time.sleep(0.01)
+                os._exit(1)
+
+            threading.Thread(target=end).start()
+        else:
+            await_all = joining._absent_after
+
+            def noted(*words: Any) -> list[int]:
+                met.touch()
+                return await_all(*words)
+
+            joining._absent_after = noted
+        join()
+
+    _, other = in_processes(body, 3, started=2)  # the third never comes
+    assert "PeerFailed: rank 0 has ended while the processes were to meet at 127.0.0.1" in other.error
 
 
 @pytest.mark.slow
